@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
+from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.models.loader import available_host_bytes
+from foredraft.transport import cuda
 from verify_service.attach.links import DraftLink, captured_layers, infos_of
 from verify_service.executor.ranks import messages
 from verify_service.memory import CPU_FRACTION, GPU_FRACTION, GpuBudget, least_free_bytes
@@ -71,14 +73,15 @@ def kv_budget(
     fraction = config.mem_fraction_static or GPU_FRACTION
     workspace = workspace_of(target.model, target.attention, limits)
     # A draft that has answered has loaded its weights; the rest it allocates when it is attached.
-    here = [info for info in infos_of(links) if info.device_uuid]
+    here = [info for info in neighbours(config, target, links) if info.device_uuid]
+    readers = [info for info in infos_of(links) if info.device_uuid and info.HasField("hidden")]
     arena = arena_bytes(config, target.device)
     budget = GpuBudget(
         total=total,
         used=total - free,
         kept_free=int(total * (1 - fraction)),
         workspace=workspace.total,
-        arena=sum(arena for info in here if info.HasField("hidden")),
+        arena=arena * len(readers),
         projection=sum(link.projection_bytes for link in links),
         draft=sum(
             info.workspace_bytes
@@ -91,6 +94,20 @@ def kv_budget(
     logger.info("GPU memory in MiB: %s", budget)
     logger.info("workspace in MiB: %s", workspace)
     return budget.kv
+
+
+def neighbours(
+    config: VerifyConfig, target: Target, links: Sequence[DraftLink]
+) -> list[draft_pb2.GetDraftInfoResponse]:
+    """Returns the info of the drafts that have answered and share the target's memory: all but
+    those on a GPU that no rank has.
+    """
+    cards: set[str] = set()
+    if target.device.type == "cuda":
+        num_local = config.tensor_parallel_size // config.nodes().count
+        ranks = [torch.device("cuda", number) for number in range(num_local)]
+        cards = {cuda.uuid_of(card) for card in (ranks if num_local > 1 else [target.device])}
+    return [info for info in infos_of(links) if not info.device_uuid or info.device_uuid in cards]
 
 
 def _width(link: DraftLink) -> int:

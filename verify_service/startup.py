@@ -23,7 +23,6 @@ from verify_service.attach.links import (
     DraftLink,
     captured_layers,
     followed_levels,
-    infos_of,
     tree_limits_of,
 )
 from verify_service.controller.controller import Controller
@@ -43,7 +42,7 @@ from verify_service.executor.ranks.choice import RankedSampler
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
 from verify_service.executor.timing import best_of_rounds, without_waits
-from verify_service.kv_budget import kv_budget, step_limits
+from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
 from verify_service.metrics import AnyMetrics
@@ -115,8 +114,9 @@ def build_engine(
             f"{model_config.max_position_embeddings} positions"
         )
     page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
-    infos = infos_of(links)
-    draft_bytes = sum(info.kv_bytes_per_token for info in infos) * page_size
+    draft_bytes = page_size * sum(
+        info.kv_bytes_per_token for info in neighbours(config, target, links)
+    )
     kv_dtype = kv_type(config, target.dtype)
     ranks, num_kv_heads = target.ranks, target.model.num_kv_heads
     # Bytes of this rank's key and value heads only.

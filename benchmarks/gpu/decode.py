@@ -1,7 +1,8 @@
-"""Decoding speed on one GPU, or by ranks on several, at the shape of Llama-3.1-8B, with simulated
-acceptance, beside the floor and SGLang.
+"""Decoding speed on one GPU, or by ranks on several, at the shape of Llama-3.1-8B or of a larger
+model, with simulated acceptance, beside the floor and SGLang.
 
     python -m benchmarks.gpu.decode --modes none chain tree --batch 1 8 32 --mps --peer /opt/sglpeer
+    python -m benchmarks.gpu.decode --modes none chain --batch 1 8 32 --mps --tp 2 --shape qwen3-32b
 
 Random weights accept nothing, so the accept length is SIMULATED (`--simulate-accept-length`):
 drafting, verification and the moves of KV are real, only their result is replaced. Verifier and
@@ -24,11 +25,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.runs import random_jobs
-from benchmarks.gpu.shapes import MODES, flags_of, head_bytes, target_bytes, write_checkpoints
+from benchmarks.gpu.shapes import (
+    MODES,
+    TARGETS,
+    flags_of,
+    head_bytes,
+    target_bytes,
+    target_of,
+    write_checkpoints,
+)
 from benchmarks.gpu.timeline import Timeline
 from benchmarks.gpu.timeline import report as report_timelines
 from foredraft.cli import mps
 from testing.engines import Harness, Job, running_engine
+from verify_service.outputs import Load
 
 BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
 TIMELINE_TOKENS = 160
@@ -59,7 +69,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
+    parser.add_argument("--shape", default="llama-8b", choices=list(TARGETS))
+    parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
@@ -71,13 +82,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
-    if args.tp > 1 and len(args.modes) > 1:
-        parser.error("--tp: give one of --modes; ranks of a process share memory once")
+    if args.peer and args.shape != "llama-8b":
+        parser.error("--peer: the bundle runs the shape of Llama-3.1-8B")
     # Before anything opens the card: a process that has opened it cannot become the daemon's
     # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
-        target, head = write_checkpoints(Path(folder), args.layers)
+        target, head = write_checkpoints(Path(folder), args.layers, args.shape)
         timeline = Timeline(Path(folder) / "draft.json") if args.timeline else None
         rows, timelines = [], []
         for mode in args.modes:
@@ -89,7 +100,9 @@ def main() -> int:
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)
-    report(rows, args.out, {"mps": args.mps, "layers": args.layers, "tp": args.tp})
+    report(
+        rows, args.out, {"shape": args.shape, "mps": args.mps, "layers": args.layers, "tp": args.tp}
+    )
     if timelines:
         report_timelines(timelines, args.out)
     return 0
@@ -129,25 +142,26 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     harness.run(jobs(1), timeout=600)
     prefill = time.perf_counter() - started
     arrivals: list[float] = []
-    engine = harness.engine
-    emit = engine._emit
+    live = harness.engine._live
+    emit = live.emit
 
-    def timed() -> None:
+    def timed(load: Load) -> None:
         arrivals.append(time.perf_counter())
-        emit()
+        emit(load)
 
-    engine._emit = timed  # type: ignore[method-assign]
+    live.emit = timed  # type: ignore[method-assign]
     started = time.perf_counter()
     results = harness.run(jobs(args.output), timeout=600)
     seconds = time.perf_counter() - started - prefill
-    engine._emit = emit  # type: ignore[method-assign]
+    live.emit = emit  # type: ignore[method-assign]
     num_tokens = sum(len(result.tokens) for result in results)
     verifies = [result.finish.verify_steps for result in results if result.finish]
     gaps = np.diff(arrivals[2:]) * 1e3
-    steps, _, _, _ = MODES[mode]
-    step_bytes, extend_bytes = head_bytes()
-    floor = target_bytes(args.layers) / args.tp
-    floor += extend_bytes + (steps - 1) * step_bytes if steps else 0
+    depth, _, _, _ = MODES[mode]
+    config = target_of(args.shape, args.layers)
+    step_bytes, extend_bytes = head_bytes(config)
+    floor = target_bytes(config) / args.tp
+    floor += extend_bytes + (depth - 1) * step_bytes if depth else 0
     return Row(
         mode,
         batch,
@@ -167,7 +181,9 @@ def _measure_peer(mode: str, rows: list[Row], args: argparse.Namespace) -> None:
         f" --acc-len {length if mode != 'none' else 0} --prompt-len {args.prompt} --out-len"
         f" {args.output} --log-level error"
     )
-    if args.layers != 32:
+    if args.tp > 1:
+        command += f" --set tp_size={args.tp} --set disable_custom_all_reduce=false"
+    if args.layers:
         command += f" --layers {args.layers}"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(

@@ -4,6 +4,7 @@
     python -m benchmarks.gpu.divergence --shape llama-8b --layers 4     # random weights, true sizes
     python -m benchmarks.gpu.divergence --texts 2048 --shard 3/16       # a sixteenth of the texts
     python -m benchmarks.gpu.divergence --device cpu --dtype float32 --texts 64 --tokens 96
+    python -m benchmarks.gpu.divergence --tp 2 --runs nccl NGRAM-chain  # ranks on two GPUs
 
 Greedy and sampled texts with the same seeds, with filters, penalties, biases and grammars. Each run
 is an engine, NAME or ALGORITHM-SHAPE-CONDITION..., whose texts are compared with plain
@@ -14,6 +15,7 @@ decoding's in a batch of --batch:
                 and chunks of 56 tokens     cached     twice, the second time on cached prefixes
     restart     the same again              cancelled  beside requests that end early
     killed      the draft is killed again and again, and comes back
+    nccl        sums of ranks go through NCCL
 
 With `--exactness strict` none may differ, and the command ends with 1 if one does. With `off`, or in
 float32, the rows say where they part; `--gaps` adds by how much the rule prefers plain decoding's
@@ -33,6 +35,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.divergence_models import NAMES, SHAPES, Family, family_of
 from testing.engines import Harness, Job, Result, accept_length, running_engine
 from testing.ties import Reference, first_difference
@@ -47,6 +51,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "restart": {},
     "cancelled": {},
     "killed": {},
+    "nccl": {},
 }
 PLAIN = ("alone", "pressure", "eager-reversed", "cached", "restart")
 WITH_DRAFTS = ("", "-pressure-cancelled", "-killed-cached")
@@ -69,6 +74,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=list(EPSILON_BITS))
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the target")
     parser.add_argument("--exactness", default="strict", choices=["strict", "off"])
     parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -90,7 +96,8 @@ def main() -> int:
         ]
         report = _compare(family, jobs, [Run.parse(text, family, parser) for text in runs], args)
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"gpu_divergence_{args.shape}_{args.dtype}_{args.exactness}_{share}of{shares}.json"
+    name = f"gpu_divergence_{args.shape}_{args.dtype}_{args.exactness}_{share}of{shares}"
+    name += f"_tp{args.tp}.json" if args.tp > 1 else ".json"
     (args.out / name).write_text(json.dumps(report, indent=1))
     parted = sum(len(row["parted"]) for row in report.values())
     return int(parted > 0 and args.exactness == "strict" and not args.gaps)
@@ -181,6 +188,7 @@ def _texts(
         "context_length": family.context,
         "max_running_requests": args.batch,
         "max_queued_requests": 2 * len(jobs),
+        "tensor_parallel_size": args.tp,
         "draft_step_timeout": 60.0,
         **family.flags,
     }
@@ -190,7 +198,11 @@ def _texts(
         flags |= family.draft_flags(run.algorithm, run.shape)
     for condition in run.conditions:
         flags |= CONDITIONS[condition]
+    reaches = torch.cuda.can_device_access_peer
+    if "nccl" in run.conditions:  # all ranks follow the one that says no
+        torch.cuda.can_device_access_peer = lambda *cards: False
     with running_engine(family.path, run.algorithm, **flags) as harness:
+        torch.cuda.can_device_access_peer = reaches
         killer = Killer(harness) if "killed" in run.conditions else None
         found = [_answers(harness, run, jobs)]
         if "cached" in run.conditions:

@@ -2,6 +2,7 @@
 operation by operation and SGLang.
 
     python -m benchmarks.gpu.prompts --peer /opt/sglpeer
+    python -m benchmarks.gpu.prompts --tp 2                 # by ranks on two GPUs
 
 Random weights, no speculation, empty prefix cache, medians of `--rounds` requests or batches that
 are sent when the engine idles; the engine's caller measures the time: Foredraft's in the
@@ -63,11 +64,15 @@ def main() -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), help="tokens")
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
+    parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
+    parser.add_argument("--skip-eager", action="store_true", help="only captured steps")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    columns = {OWN: _measure(args), f"{OWN}, op by op": _measure(args, captured=False)}
+    columns = {OWN: _measure(args)}
+    if not args.skip_eager:
+        columns[f"{OWN}, op by op"] = _measure(args, captured=False)
     if args.peer:
         columns["SGLang, its graphs"] = _peer(args, captured=True)
         columns["SGLang"] = _peer(args, captured=False)
@@ -85,6 +90,7 @@ def _measure(args: argparse.Namespace, captured: bool = True) -> Medians:
         target, head = write_checkpoints(Path(folder), args.layers)
         algorithm, flags = flags_of("none", head, largest, longest)
         flags["chunked_prefill_size"] = max(4096, longest * largest)
+        flags["tensor_parallel_size"] = args.tp
         if not captured:
             MixedGraphs.takes = lambda self, rows: False  # type: ignore[method-assign]
         rng, found = random.Random(1), {}
@@ -106,7 +112,7 @@ def _measure(args: argparse.Namespace, captured: bool = True) -> Medians:
 
 def _peer(args: argparse.Namespace, captured: bool) -> Medians:
     asked = json.dumps([args.lengths, args.batch, args.rounds, captured])
-    layers = f"--layers {args.layers}" if args.layers != 32 else ""
+    layers = f"--layers {args.layers}" if args.layers else ""
     script = args.peer / "prompts_of_foredraft.py"
     script.write_text(PEER)
     command = f". {args.peer}/env.sh; cd {args.peer}; python3 {script} none {layers} '{asked}'"

@@ -47,6 +47,25 @@ QWEN3_8B = {
     "rope_theta": 1000000.0,
     "vocab_size": 151936,
 }
+QWEN3_32B = {
+    **QWEN3_8B,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 64,
+}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "qwen3-32b": QWEN3_32B,
+    "llama-70b": LLAMA_70B,
+}
 # Wide heads, windows, norms of heads and around blocks.
 GEMMA3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -84,21 +103,36 @@ BLOCKS_8B = {
     }
     for name, rank in (("dflash", 0), ("dspark", 256))
 }
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 # Steps, topk, draft tokens, and the accept length that is simulated.
 MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
 
 
-def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
+def target_of(shape: str, num_layers: int = 0) -> dict[str, Any]:
+    """Returns the configuration of one of TARGETS; with fewer layers where a number is given."""
+    config = TARGETS[shape]
+    return {**config, "num_hidden_layers": num_layers or config["num_hidden_layers"]}
+
+
+def write_checkpoints(
+    folder: Path, num_layers: int = 0, shape: str = "llama-8b"
+) -> tuple[Path, Path]:
     """Writes directories with only a config.json, for --load-format dummy: the target and its
     head.
     """
-    target, head = folder / "llama8b", folder / "eagle3"
-    for path, config in (
-        (target, {**LLAMA_8B, "num_hidden_layers": num_layers}),
-        (head, EAGLE3_8B),
-    ):
+    target, head = folder / shape, folder / "eagle3"
+    config = target_of(shape, num_layers)
+    widths = {key: config[key] for key in _WIDTHS}
+    for path, written in ((target, config), (head, {**EAGLE3_8B, **widths})):
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config, indent=1))
+        (path / "config.json").write_text(json.dumps(written, indent=1))
     return target, head
 
 
@@ -143,20 +177,27 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
     }
 
 
-def target_bytes(num_layers: int = 32) -> int:
+def target_bytes(config: dict[str, Any] = LLAMA_8B) -> int:
     """Returns the bytes of bf16 weights that a target forward reads: all but the embedding."""
-    c = LLAMA_8B
-    hidden, ffn = int(c["hidden_size"]), int(c["intermediate_size"])  # type: ignore[call-overload]
-    heads = 32 * 128 + 2 * 8 * 128
-    layer = hidden * heads + 32 * 128 * hidden + 3 * hidden * ffn
-    return 2 * (num_layers * layer + hidden * 128256)
+    return 2 * (
+        config["num_hidden_layers"] * _layer(config) + config["hidden_size"] * config["vocab_size"]
+    )
 
 
-def head_bytes() -> tuple[int, int]:
-    """Returns the bytes of bf16 weights that the head reads in a draft step, and in an
+def head_bytes(config: dict[str, Any] = LLAMA_8B) -> tuple[int, int]:
+    """Returns the bytes of bf16 weights that a target's head reads in a draft step, and in an
     extension (with the fusion of three layers).
     """
-    hidden, ffn = 4096, 14336
-    layer = 2 * hidden * (32 * 128 + 2 * 8 * 128) + 32 * 128 * hidden + 3 * hidden * ffn
-    step = 2 * (layer + hidden * 32000)
+    hidden = config["hidden_size"]
+    heads = (config["num_attention_heads"] + 2 * config["num_key_value_heads"]) * config["head_dim"]
+    layer = _layer(config) + hidden * heads  # a head's input is twice as wide
+    step = 2 * (layer + hidden * EAGLE3_8B["draft_vocab_size"])
     return step, step + 2 * 3 * hidden * hidden
+
+
+def _layer(config: dict[str, Any]) -> int:
+    """Returns the number of weights of a target's layer."""
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = hidden * (2 * queries + 2 * keys) * head_dim
+    return int(heads + 3 * hidden * config["intermediate_size"])

@@ -94,15 +94,12 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
     if config.mps and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "--mps does not go with --tensor-parallel-size: its daemon is for one card; leave"
-            " it out"
-        )
+        raise ConfigError("--mps is not proven with --tensor-parallel-size yet: leave it out")
     on_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpu())
     config.check_quantization(on_cpu)
     config.nodes()
     if not on_cpu:
-        config.check_gpus(config.algorithms)
+        config.check_gpus(config.algorithms, len(_visible_cards(os.environ)) or None)
         draft_card(config, os.environ)
     choose_ports(wanted_ports(config))
     _check_files(config)
@@ -184,13 +181,18 @@ def draft_card(config: ServeConfig, environment: Mapping[str, str]) -> dict[str,
     number = config.draft_device
     if number is None:
         return {}
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    cards = visible.split(",") if visible else list(map(str, range(count_gpus() or number + 1)))
+    cards = _visible_cards(environment) or list(map(str, range(number + 1)))
     if number >= len(cards):
         raise ConfigError(
             f"--draft-device {number} must be below {len(cards)}, the number of visible GPUs"
         )
     return {"CUDA_VISIBLE_DEVICES": cards[number]}
+
+
+def _visible_cards(environment: Mapping[str, str]) -> list[str]:
+    """Returns the names of the GPUs that services see; none where that is not known."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",") if visible else list(map(str, range(count_gpus())))
 
 
 def _looks_like_path(path: str) -> bool:

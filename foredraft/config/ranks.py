@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
-# Algorithms whose texts were compared between ranks on GPUs.
-ON_GPUS = ("EAGLE3", "NONE")
+# Algorithms whose texts beside ranks on GPUs were compared with plain decoding's, one at a time.
+ON_GPUS = ("DFLASH", "DSPARK", "EAGLE3", "NGRAM", "NONE", "PEAGLE")
 # Port at which hosts meet, if nothing names one.
 DEFAULT_PORT = 50054
 # Where hosts meet, how many there are, and the number of this one: by our flags, by what
@@ -143,12 +143,12 @@ class RanksConfig:
                 f"--tensor-parallel-size {size} over several hosts is for CPUs so far: give"
                 " --device cpu, or ranks of one host"
             )
-        for algorithm in algorithms:
-            if algorithm not in ON_GPUS:
-                raise ConfigError(
-                    f"--tensor-parallel-size {size} on GPUs is not proven with"
-                    f" --speculative-algorithm {algorithm} yet: give {_any_of(list(ON_GPUS))}"
-                )
+        asked = f"--speculative-algorithm {','.join(algorithms)}"
+        if len(algorithms) > 1 or any(one not in ON_GPUS for one in algorithms):
+            raise ConfigError(
+                f"--tensor-parallel-size {size} on GPUs is not proven with {asked} yet: give"
+                f" {_any_of(list(ON_GPUS))}"
+            )
         if num_gpus is not None and size > num_gpus:
             raise ConfigError(
                 f"--tensor-parallel-size {size} needs as many GPUs, one for each rank, and there"

@@ -11,7 +11,7 @@ from foredraft.kernel_launch import overlapped
 
 PROGRAMS = 512  # maximum number of blocks of an exchange; each is a program's
 ROOM_BYTES = 16 << 10  # maximum size of a block
-_BLOCK = 1024  # elements of a block, where the caller does not choose
+_BLOCK = 1024  # elements of a block, where the caller does not choose and few programs will do
 _FLAG_BYTES = 4
 
 
@@ -51,7 +51,7 @@ class PeerMemory:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Returns whether `sum`, `first` and `all` take x."""
-        return 0 < x.numel() <= self.num_programs * _BLOCK
+        return 0 < x.numel() <= self.num_programs * ROOM_BYTES // x.element_size()
 
     def places(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Returns each rank's memory for blocks of a type, see `exchange_kernels`."""
@@ -74,9 +74,12 @@ class PeerMemory:
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, kind: str) -> torch.Tensor:
         from foredraft.parallel import exchange_kernels
 
-        exchange_kernels.exchange[(-(-x.numel() // _BLOCK),)](
+        room = ROOM_BYTES // x.element_size()
+        block = _BLOCK if x.numel() <= self.num_programs * _BLOCK else room
+        exchange_kernels.exchange[(-(-x.numel() // block),)](
             x, out, self.places(x.dtype), self.flags, self.counts, x.numel(), x.shape[-1],
-            BLOCK=_BLOCK, KIND=getattr(exchange_kernels, kind), ROOM=ROOM_BYTES // x.element_size(),
-            PROGRAMS=self.num_programs, RANK=self.rank, RANKS=self.size, **overlapped(x.device),
+            BLOCK=block, KIND=getattr(exchange_kernels, kind), ROOM=room,
+            PROGRAMS=self.num_programs, RANK=self.rank, RANKS=self.size,
+            num_warps=max(4, block // 512), **overlapped(x.device),
         )  # fmt: skip
         return out

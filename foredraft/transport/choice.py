@@ -120,7 +120,7 @@ def open_reader(
     if arena.transport == tensor_pb2.TRANSPORT_CUDA_IPC and cuda.is_supported(device):
         from foredraft.transport.cuda_ipc import CudaIpcReader
 
-        return CudaIpcReader(arena, row, epoch)
+        return CudaIpcReader(arena, row, epoch, device)
     if arena.transport == tensor_pb2.TRANSPORT_SHM and shared_memory.is_supported():
         return SharedMemoryReader(arena, row, epoch)
     if arena.transport == tensor_pb2.TRANSPORT_INLINE:
@@ -141,7 +141,7 @@ def open_exchange(arena: tensor_pb2.Arena, epoch: int, device: torch.device) -> 
         raise ArenaError("transport", f"{arena.transport} is none that this process can do")
     from foredraft.transport.cuda_ipc import CudaIpcExchange, CudaIpcMapping
 
-    mapping = CudaIpcMapping(arena, epoch)
+    mapping = CudaIpcMapping(arena, epoch, device)
     try:
         return CudaIpcExchange(mapping, arena, None)
     except ArenaError:

@@ -5,6 +5,7 @@ order streams.
 """
 
 import contextlib
+import ctypes
 import functools
 import weakref
 from typing import Any
@@ -62,6 +63,12 @@ def device_of(uuid: str) -> torch.device | None:
     return None
 
 
+def reaches(device: torch.device, other: torch.device) -> bool:
+    """Returns whether kernels of a GPU can use the memory of another one, or of the same."""
+    one, two = _index(device), _index(other)
+    return one == two or torch.cuda.can_device_access_peer(one, two)
+
+
 class Block:
     """A memory block outside torch's allocator, so that a handle to it exposes nothing else.
 
@@ -97,6 +104,10 @@ class Mapping:
     Args:
         handle: Handle made by `handle_of` in another process.
         num_bytes: Number of bytes used, from the start of the allocation.
+        device: GPU whose kernels use the allocation, which may lie on another one.
+
+    Attributes:
+        bytes: uint8 [num_bytes], the allocation, which torch takes to be on `device`.
 
     Raises:
         CudaError: The allocation does not exist, or it is on a GPU that this process cannot
@@ -149,8 +160,20 @@ def allocation_of(pointer: int) -> tuple[int, int]:
 
 
 def view(pointer: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Returns uint8 [num_bytes] over memory that torch does not own and never frees."""
-    return torch.as_tensor(_Raw(pointer, num_bytes), device=device)
+    """Returns uint8 [num_bytes] over memory that torch does not own and never frees.
+
+    Args:
+        pointer: Address that kernels of the device can use; it may lie on another GPU.
+    """
+    sizes = (ctypes.c_int64 * 2)(num_bytes, 1)
+    described = _Managed(data=pointer, num_dims=1, shape=ctypes.addressof(sizes))
+    described.strides = ctypes.addressof(sizes) + ctypes.sizeof(ctypes.c_int64)
+    described.code, described.bits, described.lanes = _UINT, 8, 1
+    described.device_type, described.device = _CUDA, _index(device)
+    _described.append((described, sizes))
+    return torch.utils.dlpack.from_dlpack(
+        _new_capsule(ctypes.addressof(described), b"dltensor", None)
+    )
 
 
 @functools.cache
@@ -182,6 +205,33 @@ def wait_word(stream: torch.cuda.Stream, pointer: int, value: int) -> None:
 
     flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     _call(driver.cuStreamWaitValue32(stream.cuda_stream, pointer, value & 0xFFFFFFFF, flags))
+
+
+class _Managed(ctypes.Structure):
+    """Describes memory to torch as DLPack's DLManagedTensor, which nobody frees."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("num_dims", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_UINT, _CUDA = 1, 2  # codes of DLPack
+# torch reads a description again when the last tensor over its memory goes.
+_described: list[tuple[_Managed, object]] = []
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 class _Raw:

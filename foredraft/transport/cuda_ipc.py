@@ -173,15 +173,12 @@ class CudaIpcWriter(RingWriter):
         self._region.publish(step)
 
 
-def map_block(arena: tensor_pb2.Arena) -> cuda.Mapping:
-    """Maps another process's memory.
+def map_block(arena: tensor_pb2.Arena, device: torch.device) -> cuda.Mapping:
+    """Maps another process's memory for a device, which may be another GPU than the memory's.
 
     Raises:
-        ArenaError: This process does not see the GPU, or the memory is gone.
+        ArenaError: The device cannot reach the memory, or the memory is gone.
     """
-    device = cuda.device_of(arena.device_uuid)
-    if device is None:
-        raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
     if len(arena.handle) != cuda.HANDLE_BYTES:
         raise ArenaError("handle", f"{len(arena.handle)} bytes are no handle")
     try:
@@ -196,15 +193,16 @@ class CudaIpcMapping:
     Args:
         arena: The verifier's description of the block.
         epoch: Number of the attach.
+        device: Device of the draft.
 
     Raises:
         ArenaError: The description contradicts the block or this attach.
     """
 
-    def __init__(self, arena: tensor_pb2.Arena, epoch: int) -> None:
+    def __init__(self, arena: tensor_pb2.Arena, epoch: int, device: torch.device) -> None:
         if arena.epoch != epoch:
             raise ArenaError("epoch", f"the arena is of attach {arena.epoch}, not {epoch}")
-        mapping = map_block(arena)
+        mapping = map_block(arena, device)
         self._mapping: cuda.Mapping | None = mapping
         self._mapped = mapping.bytes
         if bytes(mapping.bytes[: _HEADER.size].cpu().numpy()) != _HEADER.pack(
@@ -282,14 +280,17 @@ class CudaIpcReader(HiddenReader):
         arena: The verifier's description of the block.
         row: Format of the rows.
         epoch: Number of the attach.
+        device: Device of the draft.
 
     Raises:
         ArenaError: The description contradicts itself, the block, or this attach.
     """
 
-    def __init__(self, arena: tensor_pb2.Arena, row: RowFormat, epoch: int) -> None:
+    def __init__(
+        self, arena: tensor_pb2.Arena, row: RowFormat, epoch: int, device: torch.device
+    ) -> None:
         offset, capacity = check_ring(arena, row, epoch, _FIRST_ROW)
-        self._mapping = CudaIpcMapping(arena, epoch)
+        self._mapping = CudaIpcMapping(arena, epoch, device)
         self.ring = self._mapping.rows(offset, capacity, row)
         if layout.find(arena, TREES) is not None:
             try:

@@ -76,7 +76,10 @@ class MappedWeights:
             mapping.close()
 
     def _map(self, arena: tensor_pb2.Arena) -> None:
-        mapping = map_block(arena)
+        device = cuda.device_of(arena.device_uuid)
+        if device is None:
+            raise ArenaError("device_uuid", f"this process does not see GPU {arena.device_uuid}")
+        mapping = map_block(arena, device)
         self._mappings.append(mapping)
         for tensor in arena.tensors:
             self.tensors[tensor.name] = layout.view(mapping.bytes, tensor)

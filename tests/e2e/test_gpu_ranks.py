@@ -2,12 +2,9 @@
 in float32, and in 16 bits the same tokens with every draft.
 """
 
-import multiprocessing
 import random
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +12,15 @@ import torch
 from foredraft.config.services import VerifyConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.types import SamplingParams
+from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
+from testing.draft_heads import save_head
 from testing.engines import Job, running_engine
-from testing.family_texts import assert_same, draft_flags, jobs, plain_jobs, texts_of
+from testing.family_texts import assert_same, draft_flags, jobs, texts_of
 from testing.reference import Reference
+from testing.stack import long_answer, running_stack
 from verify_service.metrics import OVERLAPPED_STEPS
 
-T = TypeVar("T")
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 pytestmark = [pytest.mark.gpu, needs_two]
 FLAGS = {
@@ -40,6 +39,9 @@ DRAFTS = {
         "speculative_num_draft_tokens": 7,
     },
 }
+CHAIN, TREE = (3, 1, 4), (4, 4, 12)
+ALGORITHMS = ["NGRAM", *BUNDLED_DRAFTS]
+BLOCKS = ["DFLASH", "PEAGLE"]
 ASKED = (
     {"temperature": 0.0},
     {},
@@ -47,6 +49,12 @@ ASKED = (
     {"repetition_penalty": 1.3, "logprobs": 2},
     {"logit_bias": {7: 3.0}, "temperature": 0.0},
 )
+
+
+@pytest.fixture(autouse=True)
+def allow_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the refusal of drafts away that have not passed here yet."""
+    monkeypatch.setattr(VerifyConfig, "check_gpus", lambda *arguments: None)
 
 
 def asked() -> list[Job]:
@@ -59,38 +67,22 @@ def asked() -> list[Job]:
     return made
 
 
-def in_child(run: Callable[..., T], *arguments: Any, **flags: Any) -> T:
-    """Runs a function in a process of its own: a process shares memory with ranks once."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(allow_every_draft).result()
-        return pool.submit(run, *arguments, **flags).result()
-
-
-def allow_every_draft() -> None:
-    """Takes the refusal of drafts away that have not passed here yet."""
-    VerifyConfig.check_gpus = lambda *arguments: None  # type: ignore[method-assign]
-
-
-def answers(target: Path, algorithm: str, **flags: Any) -> tuple[list[list[int]], int, float]:
-    """Returns texts of all jobs, accepted tokens, and steps that were overlapped."""
-    with running_engine(target, algorithm, **flags) as harness:
-        results = harness.run(asked())
-        harness.check_nothing_left()
-    accepted = sum(one.finish.accepted_tokens for one in results if one.finish)
-    return [one.tokens for one in results], accepted, OVERLAPPED_STEPS._value.get()
-
-
 @pytest.mark.parametrize("algorithm", list(DRAFTS))
 def test_two_cards_give_what_transformers_gives(tmp_path: Path, algorithm: str) -> None:
     target = make_checkpoint(tmp_path / "target")
     flags = {**FLAGS, **DRAFTS[algorithm]}
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = str(make_checkpoint(tmp_path / "draft", noise=0.05))
-    texts, accepted, overlapped = in_child(answers, target, algorithm, **flags)
-    cases = [(job.prompt, text, job.sampling) for job, text in zip(asked(), texts, strict=True)]
+    overlapped = OVERLAPPED_STEPS._value.get()
+    with running_engine(target, algorithm, **flags) as harness:
+        results = harness.run(asked())
+        harness.check_nothing_left()
+    cases = [
+        (job.prompt, one.tokens, job.sampling) for job, one in zip(asked(), results, strict=True)
+    ]
     assert Reference(target).check_all(cases, frozenset({EOS})) <= 2
-    assert overlapped
-    assert accepted or algorithm == "NONE"
+    assert OVERLAPPED_STEPS._value.get() > overlapped
+    assert sum(one.finish.accepted_tokens for one in results if one.finish) or algorithm == "NONE"
 
 
 @pytest.fixture(scope="module")
@@ -100,54 +92,92 @@ def demo() -> Path:
 
 @pytest.fixture(scope="module")
 def expected(demo: Path) -> list[list[int]]:
-    return texts_of(demo, "NONE", "cpu", plain_jobs(demo, 64, 8), num_threads=8)
+    return texts_of(demo, "NONE", "cpu", jobs(demo, 64), num_threads=8)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_in_float32_the_text_is_the_cpus(
+    demo: Path, expected: list[list[int]], algorithm: str
+) -> None:
+    work = jobs(demo, 64)
+    flags = {"tensor_parallel_size": 2, **draft_flags(algorithm, TREE)}
+    assert_same(demo, texts_of(demo, algorithm, "cuda", work, **flags), expected, work)
+
+
+def test_hidden_states_through_the_hosts_memory_change_no_token(
+    demo: Path, expected: list[list[int]]
+) -> None:
+    work = jobs(demo, 64)
+    flags = {**draft_flags("EAGLE3", TREE), "require_transport": "shm"}
+    got = texts_of(demo, "EAGLE3", "cuda", work, tensor_parallel_size=2, **flags)
+    assert_same(demo, got, expected, work)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_drafts_on_rank_0s_card_change_no_token(
-    demo: Path, expected: list[list[int]], algorithm: str, transport: str
-) -> None:
-    work = plain_jobs(demo, 64, 8)
-    flags = {**draft_flags(algorithm, (4, 4, 12)), "require_transport": transport}
-    got = in_child(texts_of, demo, algorithm, "cuda", work, tensor_parallel_size=2, **flags)
-    assert_same(demo, got, expected, work)
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_draft_on_a_card_of_its_own_changes_no_token(
-    demo: Path, expected: list[list[int]], algorithm: str, monkeypatch: pytest.MonkeyPatch
+    demo: Path,
+    expected: list[list[int]],
+    algorithm: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.cuda.init()  # what this process sees stays as it is
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    work = plain_jobs(demo, 64, 8)
-    flags = {**draft_flags(algorithm, (4, 4, 12)), "require_transport": "shm"}
+    work = jobs(demo, 64)
+    flags = {**draft_flags(algorithm, TREE), "require_transport": transport}
     assert_same(demo, texts_of(demo, algorithm, "cuda", work, **flags), expected, work)
+
+
+def strict_jobs(demo: Path) -> list[Job]:
+    """Returns jobs whose texts are compared in bfloat16."""
+    work = jobs(demo, 160)
+    # One prompt of more rows than ranks exchange at a time.
+    longest = [token for job in work for token in job.prompt] * 6
+    return [*work, Job(longest, work[0].sampling)]
 
 
 def strict_texts(demo: Path, algorithm: str, **flags: Any) -> list[list[int]]:
     """Returns texts of two ranks in bfloat16."""
-    work = jobs(demo, 160)
-    # One prompt whose rows do not all fit the memory that the ranks exchange small sums through.
-    longest = [token for job in work for token in job.prompt] * 6
-    work.append(Job(longest, work[0].sampling))
-    return texts_of(
-        demo, algorithm, "cuda", work, dtype="bfloat16", tensor_parallel_size=2, **flags
-    )
+    flags = {"dtype": "bfloat16", "tensor_parallel_size": 2, **flags}
+    return texts_of(demo, algorithm, "cuda", strict_jobs(demo), **flags)
 
 
 @pytest.fixture(scope="module")
 def strict(demo: Path) -> list[list[int]]:
-    return in_child(strict_texts, demo, "NONE")
+    return strict_texts(demo, "NONE")
 
 
-@pytest.mark.parametrize("shape", [(3, 1, 4), (5, 4, 16)], ids=["chain", "tree"])
-@pytest.mark.parametrize("algorithm", ["NGRAM", *BUNDLED_DRAFTS])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_in_16_bits_speculation_changes_no_token(
     demo: Path, strict: list[list[int]], algorithm: str, shape: tuple[int, int, int]
 ) -> None:
-    flags = draft_flags(algorithm, shape)
-    assert in_child(strict_texts, demo, algorithm, **flags) == strict
+    assert strict_texts(demo, algorithm, **draft_flags(algorithm, shape)) == strict
+
+
+def test_several_drafts_change_no_token(demo: Path, strict: list[list[int]]) -> None:
+    head = resolve_model_path(BUNDLED_DRAFTS["EAGLE3"])
+    flags = {"speculative_draft_model_path": f"EAGLE3={head}"}
+    assert strict_texts(demo, "NGRAM,EAGLE3", **flags) == strict
+
+
+@pytest.mark.parametrize("algorithm", BLOCKS)
+def test_drafts_of_blocks_change_no_token(tmp_path: Path, algorithm: str) -> None:
+    target = make_checkpoint(tmp_path / "target", seed=5)
+    (tmp_path / "draft").mkdir()
+    head = tiny_peagle(3) if algorithm == "PEAGLE" else tiny_block(algorithm, 1)
+    path = save_head(head, tmp_path / "draft")
+    found = []
+    for name, own in (
+        ("NONE", {}),
+        (algorithm, {"speculative_draft_model_path": str(path), "speculative_num_steps": 3}),
+    ):
+        flags = {**FLAGS, "dtype": "bfloat16", **own}
+        with running_engine(target, name, **flags) as harness:
+            found.append([one.tokens for one in harness.run(asked())])
+            harness.check_nothing_left()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +192,44 @@ def test_in_16_bits_speculation_changes_no_token(
 def test_in_16_bits_steps_change_no_token(
     demo: Path, strict: list[list[int]], flags: dict[str, Any]
 ) -> None:
-    assert in_child(strict_texts, demo, "NONE", **flags) == strict
+    assert strict_texts(demo, "NONE", **flags) == strict
 
 
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "EAGLE3"])
 def test_sums_through_nccl_change_no_token(
-    demo: Path, strict: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    demo: Path, strict: list[list[int]], algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All ranks follow the one that says no.
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *cards: False)
-    assert strict_texts(demo, "NONE") == strict
+    flags = {} if algorithm == "NONE" else draft_flags(algorithm, TREE)
+    assert strict_texts(demo, algorithm, **flags) == strict
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3", "STANDALONE"])
+def test_a_draft_that_is_killed_changes_no_token(
+    demo: Path, strict: list[list[int]], algorithm: str
+) -> None:
+    flags = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 2,
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+        "draft_step_timeout": 60.0,
+        **draft_flags(algorithm, TREE),
+    }
+    with running_engine(demo, algorithm, **flags) as harness:
+        first, killed, last = harness.run_around_a_kill(strict_jobs(demo))
+        harness.check_nothing_left()
+    half = len(killed) // 2
+    for results in (first, killed[:half], killed[half:], last):
+        assert [one.tokens for one in results] == strict
+
+
+def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path) -> None:
+    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2}
+    texts = []
+    for own in ({"speculative_algorithm": "NONE"}, {}):
+        with running_stack(demo, **flags, **own) as stack:
+            texts.append(long_answer(stack.urls["http"]))
+    assert texts[0] == texts[1]

@@ -53,6 +53,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
         x, weight = torch.zeros(4, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
         group.memory.sum(x)
         group.memory.all(x)
+        group.memory.all(torch.zeros(300, 4096, dtype=dtype))
         for shares in (True, False):
             group.shares = shares
             for delta in (x, torch.zeros(2, 4, 4096)):

@@ -66,6 +66,11 @@ def exchange(memory: PeerMemory, device: torch.device) -> None:
         assert torch.equal(memory.sum(x).cpu(), total.to(dtype))
         assert torch.equal(memory.first(x).cpu(), own[0])
         assert torch.equal(memory.all(x).cpu(), torch.cat(own, -1))
+    # Blocks as large as they may be, the last one not full.
+    size_of_all = 3 * 4000 * memory.num_programs // (NUM_PROGRAMS if INTERPRETED else 16)
+    large = [random(2, size_of_all, seed=other, dtype=torch.float16) for other in range(size)]
+    assert memory.takes(large[0])
+    assert torch.equal(memory.all(large[rank].to(device)).cpu(), torch.cat(large, -1))
     words = torch.arange(3000, device=device) + rank
     assert torch.equal(memory.first(words).cpu(), torch.arange(3000))
 

@@ -2,17 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.config.services import VerifyConfig
+from foredraft.transport import cuda
 from testing.checkpoints import make_checkpoint
 from testing.eager_graphs import Event
 from testing.meta_gpu import META, meta_gpu
 from verify_service.executor.captured.graphs import batch_sizes
-from verify_service.kv_budget import kv_budget, step_limits
+from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.target import load_share
 from verify_service.workspace import StepLimits, workspace_of
 
@@ -56,3 +60,19 @@ def test_flags_that_steps_follow(tmp_path: Path, flags: dict, changed: dict) -> 
     limits = step_limits(config, load_share(config), [], config.tree_limits, 512, 16)
     assert limits == replace(StepLimits(512, 20, 1, 512, 16, 20), **changed)
     assert not limits.graph_batch or batch_sizes(limits.graph_batch)[-1] == limits.graph_batch
+
+
+def test_drafts_on_cards_without_a_rank_take_none_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "uuid_of", lambda device: f"GPU-{device.index or 0}")
+    infos = [draft_pb2.GetDraftInfoResponse(device_uuid=f"GPU-{i}") for i in range(3)]
+    infos.append(draft_pb2.GetDraftInfoResponse())  # on the host
+    links: Any = [SimpleNamespace(client=SimpleNamespace(info=info)) for info in (*infos, None)]
+    path = str(make_checkpoint(tmp_path))
+    for size, count in ((1, 1), (2, 2)):
+        config = VerifyConfig(model_path=path, tensor_parallel_size=size)
+        target: Any = SimpleNamespace(device=torch.device("cuda"))
+        assert neighbours(config, target, links) == [*infos[:count], infos[3]]
+        target.device = torch.device("cpu")
+        assert neighbours(config, target, links) == [infos[3]]

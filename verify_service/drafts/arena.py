@@ -76,6 +76,8 @@ class Arena:
         device: Device that the target runs on.
         shared: The target's weights that a draft may use, by name.
         steps: Sizes of steps that stay on the GPU; None where there are no such steps.
+        is_whole: Whether one card has the whole target. Drafts on other cards map its memory only
+            then: beside ranks that was not tried.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class Arena:
         device: torch.device = choice.CPU,
         shared: Mapping[str, torch.Tensor] | None = None,
         steps: StepSizes | None = None,
+        is_whole: bool = True,
     ) -> None:
         supported = choice.supported(address.parse(draft).is_local, device)
         self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
-        self._device = device
+        self._device, self._is_whole = device, is_whole
         self._uuid = ""
         if tensor_pb2.TRANSPORT_CUDA_IPC in supported:
             self._uuid = cuda.uuid_of(device)
@@ -125,7 +128,7 @@ class Arena:
         """
         self._free_left()
         usable = [t for t in self._own if t in info.transports and self._refusals[t] < MAX_REFUSALS]
-        if not self.is_on_same_gpu(info):
+        if not self._is_reached_from(info):
             usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
         steps = self._steps if info.device_steps else None
         layers: tuple[int, ...] | None = None
@@ -235,6 +238,15 @@ class Arena:
     def is_on_same_gpu(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
         """Returns whether the draft runs on the target's GPU, on this host."""
         return bool(self._uuid) and info.device_uuid == self._uuid
+
+    def _is_reached_from(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
+        """Returns whether the draft's GPU can use memory of the target's."""
+        if self.is_on_same_gpu(info):
+            return True
+        if not self._is_whole or not self._uuid or not info.device_uuid:
+            return False
+        theirs = cuda.device_of(info.device_uuid)
+        return theirs is not None and cuda.reaches(theirs, self._device)
 
     def _free_left(self, attached: Peer | None = None) -> None:
         """Frees regions whose drafts have ended or attached again.

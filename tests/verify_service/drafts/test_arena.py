@@ -14,7 +14,7 @@ from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.errors import AttachRefused, DraftError, Overloaded
 from foredraft.rpc.address import parse
 from foredraft.telemetry.metrics import value
-from foredraft.transport import choice, shared_memory
+from foredraft.transport import choice, cuda, shared_memory
 from foredraft.transport.base import HiddenWriter, Region
 from foredraft.transport.device_exchange import StepSizes
 from foredraft.transport.process import pid_namespace, start_time
@@ -272,5 +272,12 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
         assert arena.open(draft, epoch) is not None
         arena.ended(epoch, AttachRefused("arena.handle", "cannot map the block"))
     assert arena.open(draft, 5) is None, "it can do without"
-    draft.device_uuid = "GPU-2"
-    assert make(steps=StepSizes(8, 4, 7)).open(draft, 5) is None
+    monkeypatch.setattr(cuda, "device_of", lambda uuid: torch.device("cuda", 1))
+    # From a GPU of its own.
+    for is_whole, reaches in ((True, False), (True, True), (False, True)):
+        monkeypatch.setattr(cuda, "reaches", lambda one, other: reaches)  # noqa: B023
+        other = make(steps=StepSizes(8, 4, 7), is_whole=is_whole)
+        other._own, other._uuid = [CUDA_IPC, INLINE], "GPU-1"
+        draft.device_uuid = "GPU-2"
+        assert (other.open(draft, 5) is not None) == (is_whole and reaches)
+        assert not other.is_on_same_gpu(draft)

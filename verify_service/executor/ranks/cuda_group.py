@@ -4,15 +4,18 @@ NCCL moves bytes; small blocks go through memory that the ranks can write at eac
 """
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from foredraft.parallel.peer_memory import PeerMemory, num_bytes
+from foredraft.transport import cuda
 from verify_service.executor.ranks.group import COLLECTIVE_SECONDS, CollectiveLog, ProcessGroup
+
+HANDLES = "foredraft/memory"  # keys of the store: each rank's handle to its memory
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +26,20 @@ class CudaGroup(ProcessGroup):
     Args:
         memory: Memory that the ranks exchange small blocks through; None where they cannot reach
             each other's.
-
-    Attributes:
-        has_shared: Whether this process has shared memory with ranks, which it can do once.
+        mappings: Mappings of the other ranks' memory.
     """
 
-    has_shared = False
-
     def __init__(
-        self, rank: int, size: int, group: Any, log: CollectiveLog, memory: PeerMemory | None
+        self,
+        rank: int,
+        size: int,
+        group: Any,
+        log: CollectiveLog,
+        memory: PeerMemory | None,
+        mappings: Sequence[cuda.Mapping] = (),
     ) -> None:
         super().__init__(rank, size, group, log)
-        self._memory = memory
+        self._memory, self._mappings = memory, mappings
 
     @classmethod
     def join(
@@ -50,7 +55,8 @@ class CudaGroup(ProcessGroup):
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             device_id=torch.device("cuda", rank),
         )
-        return cls(rank, size, dist.group.WORLD, log, _peer_memory(rank, size))
+        memory, mappings = _peer_memory(rank, size, store)
+        return cls(rank, size, dist.group.WORLD, log, memory, mappings)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
@@ -92,40 +98,57 @@ class CudaGroup(ProcessGroup):
 
     def close(self) -> None:
         """Frees the memory and leaves the group."""
-        self._memory = None
+        torch.cuda.synchronize()
+        for mapping in self._mappings:
+            mapping.close()
+        self._memory, self._mappings = None, ()
         dist.destroy_process_group()
 
 
-def _peer_memory(rank: int, size: int) -> PeerMemory | None:
-    """Returns memory that all ranks can write; None where one of them cannot reach another's."""
+def _peer_memory(
+    rank: int, size: int, store: Any
+) -> tuple[PeerMemory | None, Sequence[cuda.Mapping]]:
+    """Returns memory that all ranks can write, and its mappings; None where one of them cannot
+    reach another's.
+    """
     device = torch.device("cuda", rank)
     others = [other for other in range(size) if other != rank]
     reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
-    # torch numbers what a process shares, and new ranks would wait for other numbers.
-    reaches &= not CudaGroup.has_shared
-    memory = _shared_memory(rank, size) if _all(reaches, device) else None
+    memory: PeerMemory | None = None
+    mappings: list[cuda.Mapping] = []
+    if _all(reaches, device):
+        memory, mappings = _shared_memory(rank, size, store)
     if _all(memory is not None, device):  # nobody writes before all have cleared theirs
-        return memory
+        return memory, mappings
+    for mapping in mappings:
+        mapping.close()
     logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
-    return None
+    return None, []
 
 
-def _shared_memory(rank: int, size: int) -> PeerMemory | None:
-    device, group = torch.device("cuda", rank), dist.group.WORLD
-    assert group is not None
+def _shared_memory(
+    rank: int, size: int, store: Any
+) -> tuple[PeerMemory | None, list[cuda.Mapping]]:
+    device, length = torch.device("cuda", rank), num_bytes(size)
+    mappings: list[cuda.Mapping] = []
+    memories: list[torch.Tensor] = []
     try:
-        own = symmetric_memory.empty(num_bytes(size), dtype=torch.uint8, device=device)
-        own.zero_()
-        shared = symmetric_memory.rendezvous(own, group.group_name)
-    except RuntimeError as error:
-        logger.warning("no memory is shared with other cards: %s", str(error).split("\n")[0])
-        return None
-    CudaGroup.has_shared = True
-    memories = [
-        own if other == rank else shared.get_buffer(other, own.shape, own.dtype)
-        for other in range(size)
-    ]
-    return PeerMemory(rank, memories)
+        own = cuda.Block(length, device)
+        store.set(f"{HANDLES}/{rank}", own.handle)
+        for other in range(size):
+            if other == rank:
+                memories.append(own.bytes)
+                continue
+            handle = store.get(f"{HANDLES}/{other}")
+            if len(handle) != cuda.HANDLE_BYTES:
+                raise cuda.CudaError(f"rank {other} has none")
+            mappings.append(cuda.Mapping(handle, length, device))
+            memories.append(mappings[-1].bytes)
+    except cuda.CudaError as error:
+        logger.warning("no memory is shared with other cards: %s", error)
+        store.set(f"{HANDLES}/{rank}", b"")  # others wait for it
+        return None, mappings
+    return PeerMemory(rank, memories), mappings
 
 
 def _all(value: bool, device: torch.device) -> bool:

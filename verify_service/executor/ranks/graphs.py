@@ -175,14 +175,17 @@ class GraphFollower:
 
     def __init__(self, graphs: DecodeGraphs, mixed: MixedGraphs) -> None:
         self._graphs, self._mixed = graphs, mixed
+        self._pages: list[messages.PageUpdate] = []  # parts of page tables for the next step
 
     def follow(self, kind: Kind, message: bytes) -> None:
         """Carries out a message."""
         if kind is Kind.PAGES:
-            # The device must have read the previous updates before more are filled in.
-            torch.cuda.current_stream().synchronize()
-            self._graphs.set_pages(messages.read_pages(message))
+            self._pages += messages.read_pages(message)
         elif kind is Kind.MIXED:
+            if self._pages:
+                # The device must have read the previous updates before more are filled in.
+                torch.cuda.current_stream().synchronize()
+                self._set_pages()
             self._mixed.settle()
             self._mixed.forward(*messages.read_mixed(message))
         elif kind is Kind.MIXED_WARM_UP:
@@ -206,6 +209,7 @@ class GraphFollower:
         num_rows = int(step["num_rows"])
         graphs.settle()
         graphs.records(count)
+        self._set_pages()
         block = graphs.block(count)
         words = np.frombuffer(message, np.int32, block.size, begin + num_layers * WORD)
         block[:] = words.reshape(block.shape)
@@ -221,3 +225,7 @@ class GraphFollower:
         else:
             two_phase = graphs.start_two_phase(count, num_rows, capture, with_logprobs)
             graphs.choose_two_phase(two_phase, 0)
+
+    def _set_pages(self) -> None:
+        self._graphs.set_pages(self._pages)
+        self._pages = []
