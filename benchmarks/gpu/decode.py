@@ -12,25 +12,29 @@ peer runs flashinfer attention.
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.runs import random_jobs
-from benchmarks.gpu.shapes import MODES, flags_of, head_bytes, target_bytes, write_checkpoints
+from benchmarks.gpu.runs import time_decoding
+from benchmarks.gpu.shapes import (
+    BANDWIDTH,
+    MODES,
+    flags_of,
+    head_bytes,
+    target_bytes,
+    write_checkpoints,
+)
 from benchmarks.gpu.timeline import Timeline
 from benchmarks.gpu.timeline import report as report_timelines
 from foredraft.cli import mps
-from testing.engines import Harness, Job, running_engine
+from testing.engines import Harness, running_engine
 
-BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
 TIMELINE_TOKENS = 160
 PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
@@ -119,31 +123,7 @@ def _measure(
 
 
 def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> Row:
-    rng = random.Random(1)
-
-    def jobs(num_tokens: int) -> list[Job]:
-        return random_jobs(rng, batch, args.prompt, num_tokens)
-
-    harness.run(jobs(48), timeout=600)  # compiles the kernels of this batch
-    started = time.perf_counter()
-    harness.run(jobs(1), timeout=600)
-    prefill = time.perf_counter() - started
-    arrivals: list[float] = []
-    engine = harness.engine
-    emit = engine._emit
-
-    def timed() -> None:
-        arrivals.append(time.perf_counter())
-        emit()
-
-    engine._emit = timed  # type: ignore[method-assign]
-    started = time.perf_counter()
-    results = harness.run(jobs(args.output), timeout=600)
-    seconds = time.perf_counter() - started - prefill
-    engine._emit = emit  # type: ignore[method-assign]
-    num_tokens = sum(len(result.tokens) for result in results)
-    verifies = [result.finish.verify_steps for result in results if result.finish]
-    gaps = np.diff(arrivals[2:]) * 1e3
+    measured = time_decoding(harness, batch, args.prompt, args.output)
     steps, _, _, _ = MODES[mode]
     step_bytes, extend_bytes = head_bytes()
     floor = target_bytes(args.layers) / args.tp
@@ -151,10 +131,10 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     return Row(
         mode,
         batch,
-        seconds / max(verifies) * 1e3,
-        (num_tokens - batch) / seconds,
-        (num_tokens - batch) / sum(verifies),
-        float(np.percentile(gaps, 99)),
+        measured.ms_per_step,
+        measured.tokens_per_second,
+        measured.accept_length,
+        measured.p99_ms,
         floor / BANDWIDTH * 1e3,
     )
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-LLAMA_8B = {
+BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
@@ -70,19 +71,45 @@ GEMMA3_1B = {
     "tie_word_embeddings": True,
     "vocab_size": 262144,
 }
-# Of DeepSpec's layout; a block proposes as many tokens as it has rows.
-BLOCKS_8B = {
-    name: {
-        **QWEN3_8B,
-        "architectures": ["Qwen3DSparkModel"],
-        "num_hidden_layers": 5,
-        "num_target_layers": 36,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "mask_token_id": 151669,
-        "block_size": 8,
-        "markov_rank": rank,
-    }
-    for name, rank in (("dflash", 0), ("dspark", 256))
+# Drafts of Qwen3-8B: blocks in DeepSpec's layout, which propose as many tokens as they have rows,
+# and heads in the speculators library's and SGLang's.
+_EAGLE3_QWEN = {**QWEN3_8B, "num_hidden_layers": 1, "draft_vocab_size": 32000}
+QWEN_DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name.lower(): (
+        name,
+        {
+            **QWEN3_8B,
+            "architectures": ["Qwen3DSparkModel"],
+            "num_hidden_layers": 5,
+            "num_target_layers": 36,
+            "target_layer_ids": [1, 9, 17, 25, 33],
+            "mask_token_id": 151669,
+            "block_size": 8,
+            "markov_rank": rank,
+        },
+    )
+    for name, rank in (("DFLASH", 0), ("DSPARK", 256))
+} | {
+    "peagle": (
+        "PEAGLE",
+        {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "transformer_layer_config": {
+                **QWEN3_8B,
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "num_hidden_layers": 4,
+            },
+            "draft_vocab_size": 32000,
+            "target_hidden_size": 4096,
+            "mask_token_id": 151669,
+        },
+    ),
+    "eagle3": (
+        "EAGLE3",
+        {**_EAGLE3_QWEN, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    ),
 }
 # Steps, topk, draft tokens, and the accept length that is simulated.
 MODES = {"none": (0, 0, 0, 1.0), "chain": (3, 1, 4, 2.8), "tree": (5, 8, 32, 4.7)}
@@ -102,10 +129,10 @@ def write_checkpoints(folder: Path, num_layers: int) -> tuple[Path, Path]:
     return target, head
 
 
-def write_block_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes the same for Qwen3-8B and one of BLOCKS_8B."""
+def write_qwen_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes the same for Qwen3-8B and one of QWEN_DRAFTS."""
     target, draft = folder / "qwen8b", folder / name
-    for path, config in ((target, QWEN3_8B), (draft, BLOCKS_8B[name])):
+    for path, config in ((target, QWEN3_8B), (draft, QWEN_DRAFTS[name][1])):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1))
     return target, draft
@@ -117,8 +144,15 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
     Args:
         num_tokens: Number of tokens of a prompt and its output.
     """
-    steps, topk, tokens, length = MODES[mode]
-    flags: dict[str, Any] = {
+    flags = engine_flags(max_batch, num_tokens)
+    if mode == "none":
+        return "NONE", flags
+    return "EAGLE3", flags | draft_flags(head, *MODES[mode])
+
+
+def engine_flags(max_batch: int, num_tokens: int) -> dict[str, Any]:
+    """Returns flags of an engine with random weights; see flags_of."""
+    return {
         "load_format": "dummy",
         "dtype": "bfloat16",
         "device": "cuda",
@@ -130,9 +164,11 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
         "draft_step_timeout": 60.0,
         "num_threads": None,
     }
-    if mode == "none":
-        return "NONE", flags
-    return "EAGLE3", flags | {
+
+
+def draft_flags(head: Path, steps: int, topk: int, tokens: int, length: float) -> dict[str, Any]:
+    """Returns flags of a draft with random weights and a simulated accept length."""
+    return {
         "speculative_draft_model_path": str(head),
         "speculative_draft_load_format": "dummy",
         "speculative_num_steps": steps,
@@ -143,13 +179,29 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
     }
 
 
-def target_bytes(num_layers: int = 32) -> int:
+def target_bytes(num_layers: int = 32, shape: dict[str, Any] = LLAMA_8B) -> int:
     """Returns the bytes of bf16 weights that a target forward reads: all but the embedding."""
-    c = LLAMA_8B
-    hidden, ffn = int(c["hidden_size"]), int(c["intermediate_size"])  # type: ignore[call-overload]
-    heads = 32 * 128 + 2 * 8 * 128
-    layer = hidden * heads + 32 * 128 * hidden + 3 * hidden * ffn
-    return 2 * (num_layers * layer + hidden * 128256)
+    return 2 * (num_layers * _layer_size(shape) + shape["hidden_size"] * shape["vocab_size"])
+
+
+def _layer_size(shape: dict[str, Any]) -> int:
+    hidden, queries = shape["hidden_size"], 32 * 128
+    heads = queries + 2 * 8 * 128
+    return int(hidden * heads + queries * hidden + 3 * hidden * shape["intermediate_size"])
+
+
+def qwen_draft_bytes(name: str, levels: int) -> int:
+    """Returns the bytes of bf16 weights that one of QWEN_DRAFTS reads at least for a proposal of
+    some levels.
+    """
+    hidden, layer = 4096, _layer_size(QWEN3_8B)
+    if name in ("dflash", "dspark"):
+        body = 5 * layer + 5 * hidden * hidden + hidden * 151936
+        return 2 * (body + (levels * 256 * 151936 if name == "dspark" else 0))
+    fused, wide = 3 * hidden * hidden, hidden * (32 + 2 * 8) * 128
+    if name == "peagle":
+        return 2 * (4 * layer + wide + hidden * 32000 + fused)
+    return 2 * (levels * (layer + wide + hidden * 32000) + fused)
 
 
 def head_bytes() -> tuple[int, int]:
