@@ -6,8 +6,8 @@ Weights are random, so the accept lengths are SIMULATED: the published ones of D
 MT-Bench, chains of 7, trained by one trainer on the same data. P-EAGLE has none there and gets
 EAGLE-3's; EAGLE-3's tree of 32 rows gets the chain's times 1.15, about what it gains on the
 bundled family. Verifier and draft are two processes on one GPU. 256-token prompts, 256 output
-tokens, temperature 0. The floor is the time to read the weights of target and draft once for each
-of their forwards.
+tokens, temperature 0. The floor is the time in which an H200 reads the weights of target and draft
+once for each of their forwards.
 """
 
 import argparse

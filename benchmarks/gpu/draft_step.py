@@ -5,9 +5,9 @@ chain of 7 and its tree, blocks of DFlash and DSpark, P-EAGLE.
 
     python -m benchmarks.gpu.draft_step --batch 1 8 32 --profile 8
 
-Weights are random. The floor of Qwen3-8B's drafts is the time to read their weights. The host's
-part is the time of a step beyond its kernels: reading the message, packing, launching, unpacking,
-and building the answer.
+Weights are random. The floor of Qwen3-8B's drafts is the time in which an H200 reads their weights.
+The host's part is the time of a step beyond its kernels: reading the message, packing, launching,
+unpacking, and building the answer.
 """
 
 import argparse
