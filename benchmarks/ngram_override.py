@@ -4,13 +4,15 @@
 
 The first turns of the files' lines (JSON, `turns`) are prompts of the bundled model. "copied" are
 dialogues in which the assistant says the user's words again, twice, and is to do so a third time:
-what answers that quote, edit or extract do. "free" are the same turns, answered as the model
-likes. EAGLE-3 drafts a chain of 5 alone, and with n-grams over it from several
-shortest matches on; n-grams draft alone, as many nodes. A request's own text is matched. Tokens per
-verify, the target's own included, and tokens per second, which say little on a busy machine.
+what answers that quote, edit or extract do. "tables" are rows that differ in one word, which the
+model goes on with. "free" are the same turns, answered as the model likes. EAGLE-3 drafts a chain
+of 5 alone, and with n-grams over it from several shortest matches on; n-grams draft alone, as many
+nodes. A request's own text is matched. Tokens per verify, the target's own included, and tokens per
+second, which say little on a busy machine.
 """
 
 import argparse
+import random
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from foredraft.text.tokenizer import Tokenizer
 from testing.engines import Harness, accept_length, running_engine
 
 TEMPERATURES = (0.0, 1.0)
+_WORDS = ("alpha", "omega", "delta")
 CHAIN = {
     "speculative_num_steps": 5,
     "speculative_eagle_topk": 1,
@@ -51,15 +54,19 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=8, help="prompts of each file [8]")
     parser.add_argument("--tokens", type=int, default=48, help="written after each [48]")
     parser.add_argument("--batch", type=int, default=4, help="requests at a time [4]")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
     target = resolve_model_path("foredraft-demo")
     kinds = prompts_of(target, args.prompts, args.each)
     heads = [f"{kind}, T = {temperature:g}" for kind in kinds for temperature in TEMPERATURES]
     print(f"| drafted by | {' | '.join(heads)} |")
     print("| --- " * (len(heads) + 1) + "|", flush=True)
-    for title, (algorithm, flags) in CASES.items():
+    for title in args.cases:
+        algorithm, flags = CASES[title]
         cells = []
         settings: dict[str, Any] = {
+            "device": args.device,
             "page_size": 32,
             "max_total_tokens": 16384,
             "draft_step_timeout": 60.0,
@@ -71,6 +78,8 @@ def main() -> int:
         with running_engine(target, algorithm, **settings) as harness:
             for prompts in kinds.values():
                 for temperature in TEMPERATURES:
+                    if args.device == "cuda":  # compiles the kernels of these sizes
+                        measure(harness, prompts[: args.batch], temperature, 8, args.batch)
                     length, speed = measure(harness, prompts, temperature, args.tokens, args.batch)
                     cells.append(f"{length:.2f}, {speed:.0f}/s")
         print(f"| {title} | {' | '.join(cells)} |", flush=True)
@@ -85,8 +94,14 @@ def prompts_of(target: Path, files: list[Path], each: int) -> dict[str, list[lis
         f"User: {turn}\nAssistant: {turn}\n" * 2 + f"User: {turn}\nAssistant:" for turn in turns
     ]
     free = [f"User: {turn}\nAssistant:" for turn in turns]
+    rng = random.Random(1)
+    tables = [
+        "".join(f"| {word} | {rng.uniform(1, 9):.2f} | 3.69 | 4.52 |\n" for word in _WORDS) * 3
+        for _ in turns
+    ]
     return {
         "copied": [tokenizer.encode(text) for text in copied],
+        "tables": [tokenizer.encode(text) for text in tables],
         "free": [tokenizer.encode(text) for text in free],
     }
 

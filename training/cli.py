@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from foredraft.errors import ForedraftError
+from training.progress import say
 
 Subparsers = argparse._SubParsersAction
 
@@ -272,6 +273,7 @@ def _add_draft(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
 
 
 def _run_draft(arguments: argparse.Namespace) -> int:
+    say("loading PyTorch and the target")
     from foredraft.models.registry import resolve_model_path
     from training.draft.block_trainer import BlockTrainer
     from training.draft.config import DraftTrainingConfig

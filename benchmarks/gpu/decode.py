@@ -13,19 +13,18 @@ peer runs flashinfer attention.
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.runs import random_jobs
+from benchmarks.gpu.runs import time_decoding
 from benchmarks.gpu.shapes import (
+    BANDWIDTH,
     MODES,
     TARGETS,
     flags_of,
@@ -37,10 +36,8 @@ from benchmarks.gpu.shapes import (
 from benchmarks.gpu.timeline import Timeline
 from benchmarks.gpu.timeline import report as report_timelines
 from foredraft.cli import mps
-from testing.engines import Harness, Job, running_engine
-from verify_service.outputs import Load
+from testing.engines import Harness, running_engine
 
-BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
 TIMELINE_TOKENS = 160
 PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
@@ -132,31 +129,7 @@ def _measure(
 
 
 def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> Row:
-    rng = random.Random(1)
-
-    def jobs(num_tokens: int) -> list[Job]:
-        return random_jobs(rng, batch, args.prompt, num_tokens)
-
-    harness.run(jobs(48), timeout=600)  # compiles the kernels of this batch
-    started = time.perf_counter()
-    harness.run(jobs(1), timeout=600)
-    prefill = time.perf_counter() - started
-    arrivals: list[float] = []
-    live = harness.engine._live
-    emit = live.emit
-
-    def timed(load: Load) -> None:
-        arrivals.append(time.perf_counter())
-        emit(load)
-
-    live.emit = timed  # type: ignore[method-assign]
-    started = time.perf_counter()
-    results = harness.run(jobs(args.output), timeout=600)
-    seconds = time.perf_counter() - started - prefill
-    live.emit = emit  # type: ignore[method-assign]
-    num_tokens = sum(len(result.tokens) for result in results)
-    verifies = [result.finish.verify_steps for result in results if result.finish]
-    gaps = np.diff(arrivals[2:]) * 1e3
+    measured = time_decoding(harness, batch, args.prompt, args.output)
     depth, _, _, _ = MODES[mode]
     config = target_of(args.shape, args.layers)
     step_bytes, extend_bytes = head_bytes(config)
@@ -165,10 +138,10 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     return Row(
         mode,
         batch,
-        seconds / max(verifies) * 1e3,
-        (num_tokens - batch) / seconds,
-        (num_tokens - batch) / sum(verifies),
-        float(np.percentile(gaps, 99)),
+        measured.ms_per_step,
+        measured.tokens_per_second,
+        measured.accept_length,
+        measured.p99_ms,
         floor / BANDWIDTH * 1e3,
     )
 

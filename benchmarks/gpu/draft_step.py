@@ -1,11 +1,13 @@
 """Measures one draft step on a GPU by itself: the time of the device, and what the host adds.
 
-A head of Llama-3.1-8B's shape, and block drafters of Qwen3-8B's.
+An EAGLE-3 head of Llama-3.1-8B's shape (`chain`, `tree`), and drafts of Qwen3-8B's: EAGLE-3's
+chain of 7 and its tree, blocks of DFlash and DSpark, P-EAGLE.
 
     python -m benchmarks.gpu.draft_step --batch 1 8 32 --profile 8
 
-Weights are random. The host's part is the time of a step beyond its kernels: reading the message,
-packing, launching, unpacking, and building the answer.
+Weights are random. The floor of Qwen3-8B's drafts is the time in which an H200 reads their weights.
+The host's part is the time of a step beyond its kernels: reading the message, packing, launching,
+unpacking, and building the answer.
 """
 
 import argparse
@@ -16,14 +18,29 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.shapes import BLOCKS_8B, write_block_checkpoints, write_checkpoints
+from benchmarks.gpu.shapes import (
+    BANDWIDTH,
+    QWEN_DRAFTS,
+    qwen_draft_bytes,
+    write_checkpoints,
+    write_qwen_checkpoints,
+)
 from draft_service.drafters.heads import HeadDrafter
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import DraftConfig
 from foredraft.models.config import ModelConfig
 from foredraft.transport.base import HiddenReader
 
-MODES = {"chain": (3, 1, 4), "tree": (5, 8, 32), "dflash": (8, 1, 9), "dspark": (8, 1, 9)}
+# Steps, topk, draft tokens.
+MODES = {
+    "chain": (3, 1, 4),
+    "tree": (5, 8, 32),
+    "eagle3": (7, 1, 8),
+    "eagle3-tree": (5, 8, 32),
+    "dflash": (8, 1, 9),
+    "dspark": (8, 1, 9),
+    "peagle": (7, 1, 8),
+}
 PAGE, CONTEXT, ROWS = 16, 1024, 3
 
 
@@ -57,16 +74,17 @@ def main() -> None:
 def load(mode: str) -> tuple[HeadDrafter, ModelConfig]:
     """Loads the draft of a mode with random weights; returns it and its target's configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        is_block = mode in BLOCKS_8B
+        name = mode.removesuffix("-tree")
+        algorithm = QWEN_DRAFTS[name][0] if name in QWEN_DRAFTS else "EAGLE3"
         target, head = (
-            write_block_checkpoints(Path(folder), mode)
-            if is_block
+            write_qwen_checkpoints(Path(folder), name)
+            if name in QWEN_DRAFTS
             else write_checkpoints(Path(folder), 32)
         )
         drafter = HeadDrafter.load(
             DraftConfig(
                 model_path=str(target),
-                speculative_algorithm=mode.upper() if is_block else "EAGLE3",
+                speculative_algorithm=algorithm,
                 speculative_draft_model_path=str(head),
                 load_format="dummy",
                 speculative_draft_load_format="dummy",
@@ -100,7 +118,14 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
     proposer.hidden = Ring(4096, info.hidden.width, torch.bfloat16)
     started = time.perf_counter()
     proposer.prepare()
-    print(f"{mode}: prepared in {time.perf_counter() - started:.1f} s")
+    print(
+        f"{mode}: prepared in {time.perf_counter() - started:.1f} s,"
+        f" {torch.cuda.memory_allocated() / 2**30:.2f} GiB allocated"
+    )
+    name = mode.removesuffix("-tree")
+    floor = ""
+    if name in QWEN_DRAFTS:
+        floor = f" (floor {qwen_draft_bytes(name, steps) / BANDWIDTH * 1e3:.2f})"
     for size in args.batch:
         walls, kernels = [], []
         for step in range(args.steps):
@@ -112,8 +137,8 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
             kernels.append(replay(proposer, size, args.temperature > 0))
         wall, device = statistics.median(walls[10:]) * 1e3, statistics.median(kernels[10:]) * 1e3
         print(
-            f"{mode} batch {size}: step {wall:.3f} ms, device {device:.3f} ms, host"
-            f" {wall - device:.3f} ms",
+            f"{mode} batch {size}: step {wall:.3f} ms, device {device:.3f} ms{floor},"
+            f" host {wall - device:.3f} ms",
             flush=True,
         )
         if size == args.profile:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-LLAMA_8B = {
+BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
+LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "attention_bias": False,
@@ -89,19 +90,45 @@ GEMMA3_1B = {
     "tie_word_embeddings": True,
     "vocab_size": 262144,
 }
-# Of DeepSpec's layout; a block proposes as many tokens as it has rows.
-BLOCKS_8B = {
-    name: {
-        **QWEN3_8B,
-        "architectures": ["Qwen3DSparkModel"],
-        "num_hidden_layers": 5,
-        "num_target_layers": 36,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "mask_token_id": 151669,
-        "block_size": 8,
-        "markov_rank": rank,
-    }
-    for name, rank in (("dflash", 0), ("dspark", 256))
+# Drafts of Qwen3-8B: blocks in DeepSpec's layout, which propose as many tokens as they have rows,
+# and heads in the speculators library's and SGLang's.
+_EAGLE3_QWEN = {**QWEN3_8B, "num_hidden_layers": 1, "draft_vocab_size": 32000}
+QWEN_DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name.lower(): (
+        name,
+        {
+            **QWEN3_8B,
+            "architectures": ["Qwen3DSparkModel"],
+            "num_hidden_layers": 5,
+            "num_target_layers": 36,
+            "target_layer_ids": [1, 9, 17, 25, 33],
+            "mask_token_id": 151669,
+            "block_size": 8,
+            "markov_rank": rank,
+        },
+    )
+    for name, rank in (("DFLASH", 0), ("DSPARK", 256))
+} | {
+    "peagle": (
+        "PEAGLE",
+        {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "transformer_layer_config": {
+                **QWEN3_8B,
+                "architectures": ["LlamaForCausalLM"],
+                "model_type": "llama",
+                "num_hidden_layers": 4,
+            },
+            "draft_vocab_size": 32000,
+            "target_hidden_size": 4096,
+            "mask_token_id": 151669,
+        },
+    ),
+    "eagle3": (
+        "EAGLE3",
+        {**_EAGLE3_QWEN, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    ),
 }
 _WIDTHS = (
     "hidden_size",
@@ -136,10 +163,10 @@ def write_checkpoints(
     return target, head
 
 
-def write_block_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes the same for Qwen3-8B and one of BLOCKS_8B."""
+def write_qwen_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes the same for Qwen3-8B and one of QWEN_DRAFTS."""
     target, draft = folder / "qwen8b", folder / name
-    for path, config in ((target, QWEN3_8B), (draft, BLOCKS_8B[name])):
+    for path, config in ((target, QWEN3_8B), (draft, QWEN_DRAFTS[name][1])):
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(config, indent=1))
     return target, draft
@@ -151,8 +178,15 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
     Args:
         num_tokens: Number of tokens of a prompt and its output.
     """
-    steps, topk, tokens, length = MODES[mode]
-    flags: dict[str, Any] = {
+    flags = engine_flags(max_batch, num_tokens)
+    if mode == "none":
+        return "NONE", flags
+    return "EAGLE3", flags | draft_flags(head, *MODES[mode])
+
+
+def engine_flags(max_batch: int, num_tokens: int) -> dict[str, Any]:
+    """Returns flags of an engine with random weights; see flags_of."""
+    return {
         "load_format": "dummy",
         "dtype": "bfloat16",
         "device": "cuda",
@@ -164,9 +198,11 @@ def flags_of(mode: str, head: Path, max_batch: int, num_tokens: int) -> tuple[st
         "draft_step_timeout": 60.0,
         "num_threads": None,
     }
-    if mode == "none":
-        return "NONE", flags
-    return "EAGLE3", flags | {
+
+
+def draft_flags(head: Path, steps: int, topk: int, tokens: int, length: float) -> dict[str, Any]:
+    """Returns flags of a draft with random weights and a simulated accept length."""
+    return {
         "speculative_draft_model_path": str(head),
         "speculative_draft_load_format": "dummy",
         "speculative_num_steps": steps,
@@ -182,6 +218,20 @@ def target_bytes(config: dict[str, Any] = LLAMA_8B) -> int:
     return 2 * (
         config["num_hidden_layers"] * _layer(config) + config["hidden_size"] * config["vocab_size"]
     )
+
+
+def qwen_draft_bytes(name: str, levels: int) -> int:
+    """Returns the bytes of bf16 weights that one of QWEN_DRAFTS reads at least for a proposal of
+    some levels.
+    """
+    hidden, layer = 4096, _layer(QWEN3_8B)
+    if name in ("dflash", "dspark"):
+        body = 5 * layer + 5 * hidden * hidden + hidden * 151936
+        return 2 * (body + (levels * 256 * 151936 if name == "dspark" else 0))
+    fused, wide = 3 * hidden * hidden, hidden * (32 + 2 * 8) * 128
+    if name == "peagle":
+        return 2 * (4 * layer + wide + hidden * 32000 + fused)
+    return 2 * (levels * (layer + wide + hidden * 32000) + fused)
 
 
 def head_bytes(config: dict[str, Any] = LLAMA_8B) -> tuple[int, int]:

@@ -75,8 +75,12 @@ def test_train_head(model: Path, tmp_path: Path) -> None:
     (text / "all.txt").write_text((ROOT / "README.md").read_text() * 4)
     out = tmp_path / "head"
     sizes = ["--steps=4", "--windows=8", "--window=48"]
-    output = run("train_head.py", f"--target={model}", f"--data={text}", f"--out={out}", *sizes)
+    texts = [f"--data={text}", f"--validation={text}"]
+    output = run("train_head.py", f"--target={model}", *texts, f"--out={out}", *sizes)
     assert "--speculative-algorithm EAGLE3" in output
+    measured = json.loads(output.splitlines()[0])
+    assert measured["chain"]["txt"] >= 1
+    assert measured["tree"]["txt"] >= 1
     assert (out / "model.safetensors").exists()
     assert json.loads((out / "config.json").read_text())["architectures"]
 

@@ -1,6 +1,9 @@
 """`foredraft train` as a command: what it teaches, and which names of targets it knows."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,20 @@ def test_bad_input_leaves_no_folder(
     assert main(["train", "draft", *flags, f"--out={out}", "--windows=2", "--device=cpu"]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise() -> None:
+    program = "import os, training; print(os.environ['OMP_WAIT_POLICY'])"
+    without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for environment, policy in (
+        (without, "PASSIVE"),
+        (without | {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == policy

@@ -119,6 +119,7 @@ class DraftTrainer:
         start = tokenizer.encode("", add_special_tokens=True).ids
         stream = np.zeros(0, dtype=np.int32)
         if config.windows or config.text_windows:
+            say("reading and encoding the text")
             stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
             say(f"{len(stream) / 1e6:.1f} M tokens of text")
         folder = config.generated or config.out
@@ -224,6 +225,8 @@ class DraftTrainer:
             f" windows of {config.window}; the draft vocabulary covers {self.coverage:.2%} of their"
             " tokens"
         )
+        if config.compile:
+            say("the first step compiles for about a minute")
         mark_step, told = self.step, ""
         with Progress(config.steps, self.step, config.algorithm) as progress:
             while self.step < config.steps and time.monotonic() - began < 60 * config.max_minutes:
@@ -244,9 +247,7 @@ class DraftTrainer:
                         }
                     )
                     text = " ".join(f"{number:.3f}" for number in depths)
-                    told = (
-                        f"loss {value:.4f}, agreement by step {text}, {rate / 1e3:.0f} k tokens/s"
-                    )
+                    told = f"loss {value:.4f}, agreement by step {text}, {rate:,.0f} tokens/s"
                     mark, mark_step = time.monotonic(), self.step
                 progress.advance(1, told)
                 paused = time.monotonic()
