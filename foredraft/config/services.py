@@ -73,8 +73,8 @@ class VerifyConfig(
     )
     attention_backend: str = option(
         "auto",
-        "What computes the target's attention. auto is our C code on a CPU and triton on a GPU, with"
-        " a kernel of its own for prompts on Hopper cards, which triton leaves out. flashinfer"
+        "What computes the target's attention. auto is our C code on a CPU, and triton on a GPU"
+        " with a kernel of its own for prompts on Hopper cards, which triton leaves out. flashinfer"
         " computes prompts on a GPU, with --exactness off and compiled kernels, where auto takes"
         " it; sdpa is PyTorch's on a CPU.",
         choices=("auto", "flashinfer", "triton", "sdpa"),
