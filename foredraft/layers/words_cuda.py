@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import exact_gemm
+from foredraft.layers import exact_gemm, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
@@ -93,6 +93,9 @@ class WordsMethod(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import words_kernels as kernels
 
+        cuts = self._unit, self._parts
+        if self._bits == 4 and words_native.supports(linear, x, self._group, *cuts, gated):
+            return words_native.multiply(linear, x, self._parts, gated)
         rows, words = x.shape[0], linear.weight.shape[1]
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = x.new_empty((rows, outputs))
