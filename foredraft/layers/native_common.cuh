@@ -67,6 +67,33 @@ DEVICE void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LATER> DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
+
+// sum += a b for 8-bit floats in shared memory, 64 x 32 by 32 x WIDTH; a and b are descriptors.
+#define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+template <int WIDTH> DEVICE void multiply_add_fp8(float* sum, u64 a, u64 b) {
+  if constexpr (WIDTH == 8)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, 1, 1, 1;"
+        : FOUR(0) : "l"(a), "l"(b));
+  else if constexpr (WIDTH == 16)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, 1, 1, 1;"
+        : FOUR(0), FOUR(4) : "l"(a), "l"(b));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1;"
+        : FOUR(0), FOUR(4), FOUR(8), FOUR(12) : "l"(a), "l"(b));
+}
+
 DEVICE float to_float(bfloat bits) { return __uint_as_float((u32)bits << 16); }
 
 DEVICE bfloat rounded(float x) {
@@ -74,6 +101,9 @@ DEVICE bfloat rounded(float x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
 }
+
+// a * b, never fused with an addition.
+DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 
 // The instructions that Triton makes of x / (1 + exp(-x)).
 DEVICE float silu(float x) {

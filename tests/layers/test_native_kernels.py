@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.layers import cuda_programs, words_cuda, words_native
+from foredraft.layers import cuda_programs, fp8_native, words_cuda, words_native
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
@@ -124,3 +124,40 @@ def test_words_have_the_bits_of_triton(monkeypatch, shape, gated):
     got = multiply(x)
     monkeypatch.setattr(words_native, "MOST_ROWS", 0)
     assert torch.equal(got, multiply(x))
+
+
+def check(got, x, weight, bias, gated):
+    """Compares with x W^T + b in float64, with the gate's product where asked."""
+    want = x @ weight.T
+    if bias is not None:
+        want += bias.double()
+    if gated:
+        gate, up = want.chunk(2, 1)
+        want = gate * torch.sigmoid(gate) * up
+    assert float((got.double() - want).norm() / want.norm()) < 5e-3
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "gated", "bias"),
+    [
+        (1, 128, 512, False, True),
+        (7, 96, 1280, False, False),  # more units than stages, and half a block of outputs
+        (16, 128, 384, True, True),
+        (20, 64, 256, False, False),
+    ],
+)
+def test_fp8(tmp_path, monkeypatch, rows, outputs, inputs, gated, bias):
+    monkeypatch.setattr(fp8_native, "_PROGRAM", Emulated(tmp_path, "fp8.cu", "multiply_fp8"))
+    generator = torch.Generator().manual_seed(2)
+    linear = Linear(inputs, outputs, bias, torch.bfloat16, CPU)
+    if bias:
+        linear.bias.copy_(torch.randn(outputs, generator=generator))
+    weight = (torch.randn(outputs, inputs, generator=generator) * 64).to(torch.float8_e4m3fn)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.scales = torch.rand(1, outputs, generator=generator) * 0.001
+    numbers = (torch.randn(rows, inputs, generator=generator) * 64).to(torch.float8_e4m3fn)
+    scales = torch.rand(1, rows, generator=generator) * 0.1
+    x = numbers.double() * scales.T.double()
+    got = fp8_native.multiply(linear, x.bfloat16(), numbers, scales, gated)
+    check(got, x, weight.double() * linear.scales.T.double(), linear.bias, gated)

@@ -107,6 +107,28 @@ void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
   }
   meet_warp();
 }
+void begin_products() {}
+void end_products() {}
+template <int LATER> void wait_for_products() {}
+float from_fp8(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, rest = bits & 7;
+  const float size = exponent ? std::ldexp(8.0f + rest, exponent - 10) : std::ldexp((float)rest, -9);
+  return bits & 128 ? -size : size;
+}
+// Element k of a row, of those that a descriptor tells of: 16 bytes are swizzled by the row.
+float element(u64 descriptor, int row, int k) {
+  const u32 at = (descriptor << 4 & 0x3fff0) + row / 8 * (descriptor >> 28 & 0x3fff0) + row % 8 * 128 + k;
+  return from_fp8(shared_memory[at ^ (at >> 7 & 7) << 4]);
+}
+template <int WIDTH> void multiply_add_fp8(float* sum, u64 a, u64 b) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int r = 0; r < WIDTH / 2; r++) {
+    const int i = warp * 16 + lane / 4 + r / 2 % 2 * 8, j = r / 4 * 8 + lane % 4 * 2 + r % 2;
+    for (int k = 0; k < 32; k++) sum[r] += element(a, i, k) * element(b, j, k);
+  }
+  meet_block();
+}
+float product(float a, float b) { return a * b; }
 float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 template <typename Run> void run_blocks(int blocks, int threads, Run run) {
