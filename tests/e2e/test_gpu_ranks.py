@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.config.services import VerifyConfig
+from foredraft.config.options import to_flags
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.types import SamplingParams
 from testing.block_drafts import tiny_block, tiny_peagle
@@ -17,8 +17,9 @@ from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.draft_heads import save_head
 from testing.engines import Job, running_engine
 from testing.family_texts import assert_same, draft_flags, jobs, texts_of
+from testing.hosts import Host, other_host
 from testing.reference import Reference
-from testing.stack import long_answer, running_stack
+from testing.stack import free_port, long_answer, running_stack
 from verify_service.metrics import OVERLAPPED_STEPS
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
@@ -49,12 +50,6 @@ ASKED = (
     {"repetition_penalty": 1.3, "logprobs": 2},
     {"logit_bias": {7: 3.0}, "temperature": 0.0},
 )
-
-
-@pytest.fixture(autouse=True)
-def allow_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the refusal of drafts away that have not passed here yet."""
-    monkeypatch.setattr(VerifyConfig, "check_gpus", lambda *arguments: None)
 
 
 def asked() -> list[Job]:
@@ -226,10 +221,33 @@ def test_a_draft_that_is_killed_changes_no_token(
         assert [one.tokens for one in results] == strict
 
 
-def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path) -> None:
-    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2}
+@pytest.mark.parametrize("mps", [False, True])
+def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path, mps: bool) -> None:
+    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2, "mps": mps}
     texts = []
     for own in ({"speculative_algorithm": "NONE"}, {}):
         with running_stack(demo, **flags, **own) as stack:
             texts.append(long_answer(stack.urls["http"]))
     assert texts[0] == texts[1]
+
+
+def test_two_hosts_of_a_card_each_answer(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.cuda.init()  # what this process sees stays as it is
+    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2}
+    with running_stack(demo, **flags) as stack:
+        expected = long_answer(stack.urls["http"])
+    # Nothing but sockets between them.
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("NCCL_HOSTID", "host0")
+    with other_host() as (address, before):
+        flags |= {"nnodes": 2, "dist_init_addr": f"{address}:{free_port()}"}
+        given = {**flags, "node_rank": 1, "model_path": str(demo), "port": 0, "grpc_port": 0}
+        there = {"CUDA_VISIBLE_DEVICES": "1", "NCCL_HOSTID": "host1"}
+        with (
+            Host(before, *to_flags(given), environment=there) as host,
+            running_stack(demo, **flags) as stack,
+        ):
+            assert long_answer(stack.urls["http"]) == expected
+        assert not any("Traceback" in line for line in host.lines)
