@@ -24,11 +24,8 @@ BLOCK_M = 128  # rows times query heads of a KV head of a block
 _STAGES = 3  # number of tiles of keys, and of values, in shared memory
 _HOPPER = (9, 0)
 _TRITON = "3.6."  # release that the kernel was tested with
-# The kernel takes what it was compared with `exact_triton` for, bit by bit, on a card.
-_DTYPE = torch.bfloat16
 _HEAD_DIMS = (64, 128)
-_GROUP = 4  # query heads of a KV head
-_PAGE_SIZE = 16
+_PAGE_SIZES = (8, 16, 32, 64)  # a tile is made of pages, a page of whole units of the layout
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +66,7 @@ class HopperAttention(PromptsApart):
 
     def prompt_rows(self, group_size: int, kv: PagedKV) -> int | None:
         """See AttentionBackend."""
-        if not _fits(kv, group_size):
+        if not _fits(kv):
             return None
         num_blocks = -(-compute_units(kv) // (2 * kv.num_kv_heads))
         return max(PROMPT_ROWS, (num_blocks - 1) * BLOCK_M // group_size + 1)
@@ -81,7 +78,7 @@ class HopperAttention(PromptsApart):
         windows: Sequence[int | None],
         group_size: int,
     ) -> bool:
-        if any(window is not None for window in windows) or not _fits(kv, group_size):
+        if any(window is not None for window in windows) or not _fits(kv):
             return False
         # With fewer blocks much of the card is idle, unless keys are cut into parts.
         num_blocks = sum(-(-span.num_rows * group_size // BLOCK_M) for span in spans)
@@ -115,10 +112,11 @@ class HopperAttention(PromptsApart):
         )  # fmt: skip
 
 
-def _fits(kv: PagedKV, group_size: int) -> bool:
-    """Returns whether the kernel takes such a cache and such groups of heads."""
-    is_known = kv.data.dtype == _DTYPE and kv.data.shape[-1] in _HEAD_DIMS
-    return is_known and kv.page_size == _PAGE_SIZE and group_size == _GROUP
+def _fits(kv: PagedKV) -> bool:
+    """Returns whether the kernel takes such a cache."""
+    if kv.data.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return kv.data.shape[-1] in _HEAD_DIMS and kv.page_size in _PAGE_SIZES
 
 
 def blocks_of(spans: Sequence[SequenceSpan], group_size: int) -> npt.NDArray[np.int32]:
