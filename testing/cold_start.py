@@ -68,7 +68,7 @@ class Cores(NamedTuple):
 
 
 SLOW = Cores(TARGET, TARGET)
-FAST = Cores(FAST_TARGET, FAST_STEPS, 0.3e-3, (0.03, 0.06), -0.25)
+FAST = Cores(FAST_TARGET, FAST_STEPS, 0.15e-3, (0.03, 0.06), -0.25)
 
 
 class Drafts(NamedTuple):
@@ -236,7 +236,8 @@ class _Stack:
             [known] = self.controller.unread(candidates, nodes)
             said = Wait(levels, len(asked), wait, lead=wait, unread=known) if asked else NO_WAIT
             rows = batch + sum(nodes)
-            self.controller.observe(Observed(batch, rows, seconds, tokens, said))
+            if asked or not self.controller.passes(seconds):
+                self.controller.observe(Observed(batch, rows, seconds, tokens, said))
         return tokens
 
     def _offer(self, one: _Request, most: int) -> tuple[int, int]:

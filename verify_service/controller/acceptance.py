@@ -70,10 +70,15 @@ class Acceptance:
     Args:
         bins: Tree sizes to distinguish.
         config: Numbers of the policy.
+        own_prior: Weight of the outcomes of all sequences in the estimate for one, for proposals
+            without confidence; None for that of any prior.
     """
 
-    def __init__(self, bins: SizeBins, config: ControllerConfig = DEFAULT) -> None:
+    def __init__(
+        self, bins: SizeBins, config: ControllerConfig = DEFAULT, own_prior: float | None = None
+    ) -> None:
         self.bins = bins
+        self._own_prior = own_prior or config.prior_outcomes
         self._config = config
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
         self._hits, self._before = np.zeros((2, num_pools, size))
@@ -83,6 +88,7 @@ class Acceptance:
         # Difference between recent accepted nodes and their expectation, and its variance.
         self._surplus = self._variance = 0.0
         self._ratios: dict[tuple[int, float], Array] = {}
+        self._unaged = 0.0  # seconds by which evidence has yet to age
 
     def pool(self, history: DraftHistory, confidence: int) -> int:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
@@ -103,24 +109,32 @@ class Acceptance:
             deviations: Number of standard deviations that the pools' estimates are raised by;
                 positive ones raise only bins with few outcomes.
         """
-        if self._pending:
-            self._flush()
+        self.learn()
+        return self.known_gains(rows, pools, deviations)
+
+    def known_gains(
+        self, rows: Sequence[int], pools: Sequence[int], deviations: float = 0.0
+    ) -> Array:
+        """Returns `gains` without the outcomes that `learn` has not counted yet."""
         known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
         ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
-        prior = self._config.prior_outcomes
-        hits, tries = self._own_hits[own], self._own_tries[own] + prior
-        gains = np.empty_like(ratios)
-        before: Array | float = 1.0
+        prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
+        hits, tries = self._own_hits[own], self._own_tries[own] + prior[:, None]
+        gains, before = np.empty_like(ratios), np.ones(len(own))
         for column, ratio, hit, tried in zip(gains.T, ratios.T, hits.T, tries.T, strict=True):
             before = (hit + prior * before * ratio) / tried
             column[:] = before
-        gains = np.minimum(gains, self.bins.widths)
-        return falling(gains, self.bins.widths)
+        widths = self.bins.widths
+        return falling(np.minimum(gains, widths), widths)
+
+    def evidence(self, groups: Collection[int]) -> float:
+        """Returns the number of outcomes of the group of sequences that has fewest."""
+        return float(self._before[list(groups), 0].min())
 
     @property
     def num_outcomes(self) -> float:
         """Number of outcomes behind the estimates; old outcomes count less."""
-        self._flush()
+        self.learn()
         return float(self._before[:, 0].sum())
 
     def record(
@@ -143,20 +157,27 @@ class Acceptance:
 
     def forget(self, history: DraftHistory, draft: int) -> None:
         """Frees the rows of a sequence that has ended."""
-        self._flush()
+        self.learn()
         self._free += [row for (number, _), row in history.tracks.items() if number == draft]
 
     def pass_time(self, seconds: float) -> None:
         """Lets evidence age by `seconds`."""
-        kept = math.exp(-seconds / self._config.forget_seconds)
+        self._unaged += seconds
+        if self._unaged < self._config.look_seconds:
+            return
+        kept = math.exp(-self._unaged / self._config.forget_seconds)
+        self._unaged = 0.0
         self._hits *= kept
         self._before *= kept
         self._ratios.clear()
 
-    def _flush(self) -> None:
+    def learn(self, most: int = 0) -> bool:
+        """Counts the outcomes that were recorded, if there are more than `most`; returns whether it
+        did.
+        """
         bins, config, pending = self.bins, self._config, self._pending
-        if not pending:
-            return
+        if len(pending) <= most:
+            return False
         hits, told = np.zeros((2, len(pending), len(bins)))
         for i, (_, _, num_nodes, accepted) in enumerate(pending):
             told[i, : bins.num_told[min(num_nodes, bins.sizes[-1])]] = 1.0
@@ -174,14 +195,14 @@ class Acceptance:
             self._before[pool] = pooled * self._before[pool] + before[i]
         pending.clear()
         self._ratios.clear()
+        return True
 
     def _doubt(self, hits: Array, told: Array) -> None:
         """Drops all evidence but the newest if outcomes are far from their expectation, which means
         that acceptance has changed.
         """
-        pending, self._pending = self._pending, []
-        expected = self.gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
-        self._pending = pending
+        pending = self._pending
+        expected = self.known_gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
         expected *= told
         mean = expected.sum(axis=1)
         # Variances as of chains. Trees have smaller ones, so their changes are seen later.
@@ -229,10 +250,8 @@ class Acceptance:
         return ratio
 
     def _grow(self) -> None:
-        size = len(self._own_hits)
-        more = np.zeros_like(self._own_hits)
-        self._own_hits = np.concatenate([self._own_hits, more])
-        self._own_tries = np.concatenate([self._own_tries, more])
+        size, both = len(self._own_hits), (self._own_hits, self._own_tries)
+        self._own_hits, self._own_tries = (np.vstack([one, np.zeros_like(one)]) for one in both)
         self._free = list(range(2 * size - 1, size - 1, -1))
 
 

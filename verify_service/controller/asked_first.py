@@ -2,7 +2,7 @@
 decoding's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from verify_service.controller.bank import Bank
 from verify_service.controller.config import ControllerConfig
@@ -63,12 +63,15 @@ class Asking:
 
     Attributes:
         each: Estimates of what asking each draft is worth.
+        advantage: Tokens of a step with drafts that are asked first, divided by plain decoding's in
+            the same time.
     """
 
     def __init__(
         self, drafts: Sequence[DraftKind], bank: Bank, costs: CostModel, config: ControllerConfig
     ) -> None:
         self.each = [AskedFirst(number, config) for number in range(len(drafts))]
+        self.advantage = 1.0
         self._drafts = drafts
         self._bank = bank
         self._costs = costs
@@ -78,9 +81,9 @@ class Asking:
         self, candidates: Candidates, limits: Sequence[int], is_drafting: Sequence[bool]
     ) -> dict[int, bool]:
         """Decides which drafts are asked, by number of each draft that is asked first and has
-        sequences.
+        sequences. Sets `advantage`.
         """
-        bank, asked = self._bank, {}
+        bank, batch, asked, brought = self._bank, len(candidates), {}, 0.0
         for number, kind in enumerate(self._drafts):
             own = [
                 one.history
@@ -88,18 +91,10 @@ class Asking:
                 if limit and one.history.chosen == number
             ]
             if kind.is_asked_first and own:
-                cost = self._costs.draft(number, len(own), 1) * len(candidates) / bank.step
+                cost = self._costs.draft(number, len(own), 1) * batch / bank.step
                 worth = sum(self.each[number].worth(own, bank.has_any))
                 margin = 1.0 if is_drafting[number] else self._config.margin
-                asked[number] = bank.is_full or (worth > margin * cost and not bank.is_stopped)
+                asked[number] = bank.is_full or worth > margin * cost
+                brought += worth * asked[number]
+        self.advantage = 1 + brought / batch
         return asked
-
-    def advantage(self, candidates: Candidates, asked: Mapping[int, bool]) -> float:
-        """Returns the tokens of a step with drafts that are asked first, divided by plain
-        decoding's in the same time.
-        """
-        worth = 0.0
-        for number in (number for number, is_asked in asked.items() if is_asked):
-            own = [one.history for one in candidates if one.history.chosen == number]
-            worth += sum(self.each[number].worth(own, self._bank.has_any))
-        return 1 + worth / len(candidates)

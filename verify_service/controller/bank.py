@@ -8,22 +8,24 @@ class Bank:
     many steps as a small one.
 
     While the bank is not empty, drafts are rated a little better than they seem. When it is empty,
-    trials are suspended, and only drafting that surely pays is done. If that loses half a bank too,
-    nothing is drafted until the debt has been earned.
+    nothing is drafted but what is known to pay.
+
+    Args:
+        config: Numbers of the policy.
+        step: Seconds of a plain step.
 
     Attributes:
         step: Seconds of a plain step of the current batch.
         is_suspended: Whether trials are suspended.
-        is_stopped: Whether nothing is drafted at all.
     """
 
     def __init__(self, config: ControllerConfig, step: float) -> None:
         self.step = step
-        self.is_suspended = self.is_stopped = False
+        self.is_suspended = False
         self._config = config
         self._steps = config.bank_steps
+        self._credit = 2 * config.bank_steps
         self._debt = 0.0  # seconds spent to begin drafting that drafting has not earned yet
-        self._stake = 0.0  # seconds that the newest drafted step would have lost without a hit
 
     @property
     def has_any(self) -> bool:
@@ -35,11 +37,6 @@ class Bank:
         """Whether the bank is full, so that it cannot earn more."""
         return self._steps >= self._config.bank_steps
 
-    @property
-    def has_trial_steps(self) -> bool:
-        """Whether the bank holds what a trial may lose: half a step, a ninth of a full bank."""
-        return self._steps >= self._config.bank_steps / 9
-
     def affords(self, loss: float) -> bool:
         """Returns whether the bank holds `loss` seconds, or is full."""
         return self.is_full or self._steps * self.step >= loss
@@ -47,11 +44,17 @@ class Bank:
     def look(self, step: float) -> None:
         """Sets the seconds of a plain step, before each plan.
 
-        Ends a suspension once the bank holds what a drafted step may lose.
+        Ends a suspension once the bank holds a step again.
         """
         self.step = step
-        self.is_suspended &= not self.affords(min(self._stake or step, step))
-        self.is_stopped &= self._steps < 0
+        self.is_suspended &= not self.affords(step)
+
+    def lend(self) -> None:
+        """Adds a credit once, beyond the bank's capacity, so that the first trials are not cut off
+        by bad luck.
+        """
+        self._steps += self._credit
+        self._credit = 0.0
 
     def invest(self, seconds: float) -> None:
         """Records seconds spent to begin drafting.
@@ -60,17 +63,15 @@ class Bank:
         """
         self._debt += seconds
 
-    def drafted(self, cost: float, plain: float, tokens_worth: float, is_first: bool) -> None:
+    def drafted(self, cost: float, tokens_worth: float, is_first: bool) -> None:
         """Records a drafted step.
 
         Args:
             cost: Seconds of the step.
-            plain: Seconds of a plain step.
             tokens_worth: Seconds that plain steps take for its tokens.
             is_first: Whether only drafts that are asked first drafted. Their gains are rare and
                 large, and must pay for many proposals that bring nothing, so the bank holds more.
         """
-        self._stake = cost - plain
         loss = cost - tokens_worth
         earned = min(max(-loss, 0.0), self._debt)
         self._debt -= earned
@@ -91,13 +92,10 @@ class Bank:
 
     def pay(self, seconds: float, most: float = 0.0) -> None:
         """Takes a loss of `seconds` from the bank; a negative loss adds to it, up to `most` steps
-        or a usual bank's.
+        or a usual bank's. It owes a step at most.
         """
-        usual = self._config.bank_steps
-        self._steps = min(self._steps - seconds / self.step, max(most, usual, self._steps))
-        if self._steps <= 0 < seconds:
-            self.is_suspended = True
-            # Bad luck in a few steps must not stop a draft that surely pays. Most of the debt is
-            # forgiven then, or drafting would stop for seconds.
-            self.is_stopped |= self._steps <= -usual / 2
-            self._steps = max(self._steps, -1.0 if self.is_stopped else -usual)
+        steps = min(
+            self._steps - seconds / self.step, max(most, self._config.bank_steps, self._steps)
+        )
+        self._steps = max(steps, -1.0)
+        self.is_suspended |= self._steps <= 0 < seconds

@@ -3,11 +3,12 @@ on a GPU.
 """
 
 import math
+from collections.abc import Sequence
 
 from verify_service.controller.acceptance import Array
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import Wait
+from verify_service.controller.messages import DraftKind, Observed, Wait
 
 
 class Changes:
@@ -67,15 +68,44 @@ class Changes:
         self._is_spared = not has_prompts
         return True
 
-    def followed(self) -> None:
-        """Records a step whose drafts followed on the device."""
-        self.follows, self._num_waited, self._is_spared = True, 0, False
+    def is_alone(self, wait: Wait) -> bool:
+        """Returns whether the host began a step while others follow one another on the device."""
+        return self.follows and wait.seconds is not None and wait.lead > 0
 
-    def waited(self, wait: Wait) -> None:
-        """Records a step that the host began."""
+    def observe(
+        self, step: Observed, drafts: Sequence[DraftKind], is_changed: bool, has_trial: bool
+    ) -> float:
+        """Learns the time of a step and its drafts; returns the seconds that such drafts take.
+
+        Args:
+            step: The step.
+            drafts: The drafts.
+            is_changed: Whether drafting began or ended with the step, which takes time.
+            has_trial: Whether a trial runs beside the step.
+        """
+        costs, wait = self._costs, step.wait
+        parts = wait.parts or (((0, wait),) if wait.levels else ())
+        if wait.seconds is None:  # the draft's time is in the step's own
+            self.follows, self._num_waited, self._is_spared = True, 0, False
+            [(number, part)] = parts
+            levels = min(part.levels, step.rows - 1)
+            if not is_changed:
+                costs.waited_within(number, part.sequences, levels, step.rows, step.seconds)
+            return costs.draft(number, part.sequences, levels, True)
         self.learn(wait)
         self._num_waited += wait.levels > 0
         self.follows &= self._num_waited < self._config.near_steps
+        is_alone = self.is_alone(wait)
+        is_unusual = costs.table.is_padded and (is_changed or has_trial or is_alone)
+        costs.observe(step.batch, step.rows, step.seconds, not is_unusual)
+        for number, part in parts:
+            is_first = drafts[number].is_asked_first
+            if is_first or not (is_changed or is_alone):
+                most = 2 * costs.draft(number, part.sequences, part.levels) + costs.table.unit / 10
+                seconds = min(part.seconds or 0.0, most if is_first else 1e9)  # no hiccups
+                costs.waited(number, part.sequences, part.levels, seconds, unread=part.unread)
+        waits = (costs.draft(n, part.sequences, part.levels, is_alone) for n, part in parts)
+        return max(waits, default=0.0)
 
     def learn(self, wait: Wait) -> None:
         """Learns the host's time before a step, without the draft's estimated time of reading."""

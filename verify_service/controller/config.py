@@ -38,8 +38,7 @@ class ControllerConfig:
         payback_steps: Maximum number of steps in which a change, or a draft's reading, must pay.
         busy_share: Share of plain steps with prompts from which a suspended draft is not synced:
             syncs would slow these steps.
-        tried_sequences: Number of sequences of a trial beside steps; a trial within a step has a
-            fourth of them.
+        tried_sequences: Number of sequences of a trial beside steps.
     """
 
     prior_chance: float = 0.7
@@ -64,23 +63,16 @@ class ControllerConfig:
     tried_sequences: int = 16
 
     @property
-    def probed_sequences(self) -> int:
-        """Number of sequences of a trial within a step, which drafts one token for each."""
-        return self.tried_sequences // 4
+    def own_prior(self) -> float:
+        """Weight of all sequences' outcomes in the estimate for one where the draft must read much
+        to come back: texts begin with tokens that are hard to guess.
+        """
+        return self.own_memory / 2
 
     @property
     def seen_enough(self) -> float:
         """Number of observations from which optimism ends: a fourth of all that count."""
         return self.pool_memory / 4
-
-    @property
-    def check_share(self) -> float:
-        """Share of drafting's time for plain steps that measure their own time: half of what trials
-        may cost.
-
-        It applies once it is known how steps with and without drafts compare.
-        """
-        return self.bank_share / 2
 
     @property
     def newest_share(self) -> float:
@@ -89,17 +81,8 @@ class ControllerConfig:
 
     @property
     def look_seconds(self) -> float:
-        """Seconds between plans where steps overlap and nothing is drafted: 1 % of the time for
-        which evidence lasts.
-        """
+        """Seconds for which a plan lasts: 1 % of the time for which evidence lasts."""
         return self.forget_seconds / 100
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds between plans where many prompts come too: half of the time for which evidence
-        lasts.
-        """
-        return self.forget_seconds / 2
 
 
 DEFAULT = ControllerConfig()

@@ -1,10 +1,8 @@
 """Chooses the draft and how much it drafts, for the most expected tokens per second.
 
-    goodput(draft, size) = expected tokens of a step / (target's seconds + draft's seconds)
-
 Drafting never changes a token, so the choice may rest on any measurement. A draft is used if it is
-expected to pay. A draft with few outcomes is rated a little better than it seems, for as long as
-the bank pays for trials (`bank.py`).
+expected to pay (`goodput.py`). A draft with few outcomes is rated a little better than it seems, as
+long as the bank pays for trials (`bank.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -41,8 +39,8 @@ class Controller:
 
     Attributes:
         drafts: The drafts, as the controller knows them.
-        is_drafting: For each draft, whether it drafts for more than trials at present.
-        has_trial: For each draft, whether a trial beside steps is running.
+        is_drafting: Whether each draft drafts for more than trials at present.
+        has_trial: Whether a trial of each draft is running beside steps.
         keeps_states: Whether hidden states are kept for suspended drafts; they are not while very
             many prompts come.
     """
@@ -65,7 +63,8 @@ class Controller:
             self._costs = None
             return
         bins = costs.table.bins(self.max_nodes, max(kind.depth for kind in drafts))
-        self._acceptance = [Acceptance(bins, config) for _ in drafts]
+        own_prior = None if costs.table.is_padded else config.own_prior
+        self._acceptance = [Acceptance(bins, config, own_prior) for _ in drafts]
         self._bank = Bank(config, costs.plain(1))
         self._asking = Asking(self.drafts, self._bank, costs, config)
         self._trials = Trials(
@@ -73,15 +72,20 @@ class Controller:
         )
         self._changes = Changes(costs, config)
         self._goodput = Goodput(
-            costs, self.drafts, self._acceptance, self._asking.each, self._changes, config
+            costs, self.drafts, self._acceptance, self._asking.each, self._changes, config, bins
         )
         self._is_forced = self._was_drafted = False
-        self._since_plain = 0.0  # seconds of steps with drafts since the last one without
-        self._unplanned = 0.0  # seconds since a plan was made, while nothing is drafted
+        # Seconds of steps with drafts since the last one without; and since the newest plan.
+        self._since_plain = self._unplanned = 0.0
+        self._passed, self._num_passed = 0.0, 0  # plain steps that `observe` has not counted
+        # Sizes of cut proposals, until outcomes are counted.
+        self._trimmed: dict[tuple[object, ...], tuple[list[int], float]] = {}
+        # The newest plan, where the next steps may have it too.
+        self._held: tuple[list[int], list[int], float] | None = None
 
     def draft_everything(self) -> None:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
-        self._is_adaptive = False
+        self._is_adaptive, self._held = False, None
         self.is_drafting = [True] * len(self.drafts)
 
     @property
@@ -104,20 +108,17 @@ class Controller:
         """Whether the next step is surely plain, so that no plan is needed."""
         if self._costs is None or not self.is_suspended:
             return False
-        # A full bank pays for asking for n-grams, and any step may find a match.
+        # A full bank pays for asking for n-grams.
         asks = self._bank.is_full and any(kind.is_asked_first for kind in self.drafts)
-        most = self._config.look_seconds if self.keeps_states else self._config.busy_seconds
+        most = self._config.look_seconds if self.keeps_states else self._config.forget_seconds / 2
         return self._unplanned < most and (self.is_padded or not asks)
 
     # Before a step.
 
     def plan(self, candidates: Candidates, other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """Plans what to draft in the coming step.
+        """Plans what to draft for the sequences that decode in the coming step.
 
-        Args:
-            candidates: All sequences that decode.
-            other_rows: Number of rows of prompts in the same step.
-            is_ahead: Whether the step is started before the running one is done.
+        `other_rows` rows of prompts are in the same step; see `TreeSizes.plan`.
         """
         costs = self._costs
         self._is_forced = any(one.forced for one in candidates)
@@ -125,12 +126,14 @@ class Controller:
             for one in candidates:
                 one.history.chosen = first_draft(one, len(self.drafts))
             return self._everything(self._limits(candidates))
+        if not other_rows and (again := self._planned(costs, candidates)) is not None:
+            return again
         costs.context = sum(one.context for one in candidates)
-        self._unplanned = 0.0
+        self._unplanned, self._held = 0.0, None
         batch = len(candidates)
         self._bank.look(costs.plain(batch))
         if len(self.drafts) > 1:
-            self._goodput.assign(candidates, self._deviations)
+            self._goodput.assign(candidates, float(self._bank.has_any))
         limits = self._limits(candidates)
         may_try = not other_rows
         if not self._is_adaptive:
@@ -149,35 +152,56 @@ class Controller:
             more = costs.target(batch, best.rows) - self._bank.step
             bring = best.added / best.rate
             is_spared = not is_ahead and self._changes.spares(bring, more, not may_try)
-            if not is_spared and not self._must_check(batch, best.rate * self._bank.step / batch):
+            # Doubted more once it is known how steps compare, so that plain ones become rare.
+            is_new = self.is_padded or not costs.is_known
+            least = self._config.margin if is_new else 1 + 1 / self._config.prior_outcomes
+            advantage = max(best.rate * self._bank.step / batch, least)
+            if not is_spared and not self._must_check(advantage):
                 nodes, rows = best.nodes, best.rows
-        elif best is not None and may_try:
-            found = self._trials.probed(candidates, limits)
-            nodes, rows = (nodes, 1) if found is None else (found, 2)
-        if any(asked.values()) and not self._must_check(
-            batch, self._asking.advantage(candidates, asked)
-        ):
+            if may_try and not (self.is_padded or asked or len(self.drafts) > 1):
+                self._held = [id(one.history) for one in candidates], best.nodes, advantage
+        if any(asked.values()) and not self._must_check(self._asking.advantage):
             for i, one in enumerate(candidates):
                 if asked.get(one.history.chosen):
                     nodes[i] = limits[i]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
 
-    def trim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
-        """Returns how many nodes of each proposal to verify.
+    def _planned(self, costs: CostModel, candidates: Candidates) -> Plan | None:
+        """Returns the newest plan for the same sequences, since planning takes time."""
+        if self._held is None or self._unplanned >= self._config.look_seconds:
+            return None
+        histories, nodes, advantage = self._held
+        if histories != [id(one.history) for one in candidates] or not all(
+            one.limit >= min(num, 1) for one, num in zip(candidates, nodes, strict=True)
+        ):
+            return None
+        if self._must_check(advantage):
+            return Plan([0] * len(nodes), 1)
+        nodes = [min(num, one.limit) for one, num in zip(candidates, nodes, strict=True)]
+        return Plan(nodes, costs.table.bucket(len(nodes), 1 + max(nodes)))
 
-        Args:
-            offers: Proposals of the step, empty ones included.
-            others: Number of nodes that sequences of other drafts verify.
+    def trim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
+        """Returns how many nodes of each proposal to verify, empty proposals included.
+
+        Sequences of other drafts verify `others` nodes.
         """
         costs = self._costs
         nodes = [offer.num_nodes for offer in offers]
         if costs is None or not self._is_adaptive:
             return nodes
         batch = len(offers)
-        gains = self._goodput.of_offers(offers)
         beside = 0 if costs.table.is_padded else others
         plain = costs.target(batch, costs.table.plain_rows(batch) + beside)
-        chosen, seconds = self._goodput.worthwhile(gains, batch, beside, plain)
+        learnt = [one.learn(self._config.near_steps // batch) for one in self._acceptance]
+        if any(learnt):
+            self._trimmed.clear()
+        key = others, *((one.num_nodes, one.confidence, id(one.history)) for one in offers)
+        found = self._trimmed.get(key)
+        if found is None:
+            gains = self._goodput.of_offers(offers)
+            found = self._goodput.worthwhile(gains, batch, beside, plain)
+            self._trimmed[key] = found
+        chosen, seconds = found
         nodes = [
             offer.num_nodes if offer.forced else min(num, offer.num_nodes)
             for offer, num in zip(offers, chosen, strict=True)
@@ -197,26 +221,34 @@ class Controller:
         asked: dict[int, bool],
         may_try: bool,
     ) -> tuple[Best | None, dict[int, list[int]]]:
-        """Returns the best set of nodes of drafts that steps wait for, and the sequences of a trial
-        beside steps. Sets `_pays`: whether the set pays.
+        """Returns the best nodes of drafts that steps wait for, and the sequences of a trial beside
+        steps. Sets `_pays`: whether these nodes pay.
         """
         bank, config, batch = self._bank, self._config, len(candidates)
+        groups = {one.history.group for one in candidates}
         used = {one.history.chosen for one in candidates} - set(asked)
         is_start = not any(self.is_drafting[number] for number in used)
-        best = self._goodput.best(candidates, limits, self._deviations, self._was_drafted)
+        # Drafts are rated a deviation better than they seem while the bank pays for it.
+        best = self._goodput.best(candidates, limits, float(bank.has_any), self._was_drafted)
         beside: dict[int, list[int]] = {}
         self._pays = False
         if best is not None:
-            least = (config.margin if is_start else 1.0) * batch / bank.step
-            self._pays = best.rate > least and not bank.is_stopped
+            are_beside = any(self.drafts[number].is_beside for number in used)
+            evidence = min(self._acceptance[number].evidence(groups) for number in used)
+            is_known = costs.is_known and not are_beside and 2 * evidence >= config.seen_enough
+            if not (is_start or are_beside):
+                bank.lend()
+            # Who leaves must read much to come back.
+            stays = config.margin**-2 if is_known else 1.0
+            least = (config.margin if is_start else stays) * batch / bank.step
+            self._pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
-            are_beside = any(self.drafts[number].is_beside for number in used)
             reading = costs.reading(max(self.unread(candidates, best.nodes)))
             if is_start and bank.has_any and (are_beside or not bank.affords(reading)):
                 # Trials run beside steps, or the bank cannot pay for the tokens that drafts read
                 # first, so drafting begins only when it surely pays.
-                is_open = self._pays or bank.has_trial_steps
+                is_open = self._pays or bank.affords(bank.step / 2)  # what a trial may lose
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 self._pays = best is not None and best.rate > least
                 if are_beside and is_open and not self._pays and may_try:
@@ -234,20 +266,13 @@ class Controller:
 
     # Trials and checks.
 
-    @property
-    def _deviations(self) -> float:
-        """Number of standard deviations that estimates of drafts are raised by."""
-        return 1.0 if self._bank.has_any else self._config.sure
-
-    def _must_check(self, batch: int, advantage: float) -> bool:
-        """Returns whether a plain step is due, to measure its present time.
-
-        Args:
-            advantage: Tokens of drafted steps divided by tokens of plain steps in the same time.
+    def _must_check(self, advantage: float) -> bool:
+        """Returns whether a plain step is due, to measure its present time; `advantage` is how many
+        times as many tokens drafted steps bring.
         """
         if self._costs is None or not self._was_drafted:
             return False
-        cost = max(advantage - 1, self._config.margin - 1) * self._bank.step
+        cost = max(advantage, self._config.margin) * self._bank.step - self._bank.step
         cost += self._changes.seconds if self._changes.follows else 0.0
         return self._since_plain * self._costs.check_share > cost
 
@@ -274,11 +299,8 @@ class Controller:
         brought: int | None = None,
         draft: int = 0,
     ) -> None:
-        """Records the outcome of a tree's first `num_nodes` nodes, unless it is the self-test's.
-
-        Args:
-            accepted: Nodes that were right.
-            brought: Number of right nodes that were verified; None for all.
+        """Records which of a tree's first nodes were right, and how many of these were verified:
+        all where `brought` is None. Outcomes of the self-test do not count.
         """
         if num_nodes and self._costs is not None and not self._is_forced:
             self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
@@ -292,19 +314,13 @@ class Controller:
     ) -> None:
         """Records a trial's proposal, which later tokens have judged without a verification.
 
-        Args:
-            num_known: Number of leading nodes that can be judged.
-            right: Nodes that were right.
-            batch: Number of sequences of a step now.
+        The leading `num_known` nodes can be judged. A step has `batch` sequences now.
         """
-        if self._costs is None:
-            return
-        history, acceptance = offer.history, self._acceptance[draft]
-        if self.drafts[draft].is_asked_first:
+        if self._costs is not None and self.drafts[draft].is_asked_first:
             brought = self._goodput.judge(offer, draft, right, batch)
-            self._asking.each[draft].brought(history, brought)
-        if num_known:
-            acceptance.record(history, draft, num_known, right, offer.confidence)
+            self._asking.each[draft].brought(offer.history, brought)
+        if self._costs is not None and num_known:
+            self._acceptance[draft].record(offer.history, draft, num_known, right, offer.confidence)
 
     def ended_trial(self, draft: int = 0) -> None:
         """Ends a trial beside steps, once its outcomes have been recorded."""
@@ -317,11 +333,18 @@ class Controller:
 
         Returns False where the caller must call `observe` instead.
         """
-        if self.keeps_states or self._costs is None or not self.is_suspended:
+        if self._costs is None or not self.is_suspended:
             return False
+        if self.keeps_states:
+            is_due = self._num_passed >= self._config.near_steps or any(self.has_trial)
+            if is_due or self.is_padded or self._was_drafted:
+                return False
+            self._num_passed += 1
+            self._passed += seconds  # the next step that is observed counts them too
+        else:
+            self._changes.passed(seconds)
+            self._bank.plain(seconds, True)
         self._unplanned += seconds
-        self._changes.passed(seconds)
-        self._bank.plain(seconds, True)
         return True
 
     def observe(self, step: Observed) -> None:
@@ -332,54 +355,31 @@ class Controller:
         bank, changes, batch, wait = self._bank, self._changes, step.batch, step.wait
         is_drafted = wait.levels > 0 or step.rows > costs.table.plain_rows(batch)
         changes.passed(step.seconds + wait.lead)
-        cost = costs.target(batch, step.rows) + self._learn(costs, step, is_drafted)
+        is_changed = costs.table.is_padded and is_drafted != self._was_drafted
+        waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
+        if is_drafted and changes.is_alone(wait):
+            bank.invest(changes.seconds)
+        cost = costs.target(batch, step.rows) + waited
         self._was_drafted = is_drafted
-        costs.pass_time(cost)
+        self._unplanned += cost
+        passed, self._passed, self._num_passed = self._passed, 0.0, 0
+        costs.pass_time(cost + passed)
         plain = costs.plain(batch)
         if is_drafted:
             self._since_plain += cost
             if not self._is_forced:
                 bank.invest(costs.reading(wait.unread))
                 is_first = all(self.drafts[n].is_asked_first for n, _ in wait.parts or [(0, wait)])
-                bank.drafted(cost, plain, step.tokens * plain / batch, is_first)
+                bank.drafted(cost, step.tokens * plain / batch, is_first)
         else:
             self._since_plain = 0.0
-            self._unplanned += cost
-            beyond = 0.0
-            if any(self.has_trial):  # a trial runs beside the step and slows it
-                beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)
-            bank.plain(cost, self.is_suspended, beyond)
+            beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)
+            beyond *= any(self.has_trial)  # a trial runs beside the step and slows it
+            bank.plain(cost + passed, self.is_suspended, beyond)
             changes.suspended(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
-            acceptance.pass_time(cost)
-            asking.pass_time(cost)
-
-    def _learn(self, costs: CostModel, step: Observed, is_drafted: bool) -> float:
-        """Learns the time of a step and its drafts; returns the seconds that such drafts take."""
-        changes, wait = self._changes, step.wait
-        is_changed = costs.table.is_padded and is_drafted != self._was_drafted
-        parts = wait.parts or (((0, wait),) if wait.levels else ())
-        if wait.seconds is None:  # the draft's time is in the step's own
-            changes.followed()
-            [(number, part)] = parts
-            levels = min(part.levels, step.rows - 1)
-            if not is_changed:
-                costs.waited_within(number, part.sequences, levels, step.rows, step.seconds)
-            return costs.draft(number, part.sequences, levels, True)
-        changes.waited(wait)
-        is_alone = changes.follows and wait.lead > 0
-        is_unusual = costs.table.is_padded and (is_changed or any(self.has_trial) or is_alone)
-        costs.observe(step.batch, step.rows, step.seconds, not is_unusual)
-        for number, part in parts:
-            is_first = self.drafts[number].is_asked_first
-            if is_first or not (is_changed or is_alone):
-                most = 2 * costs.draft(number, part.sequences, part.levels) + costs.table.unit / 10
-                seconds = min(part.seconds or 0.0, most if is_first else 1e9)  # no hiccups
-                costs.waited(number, part.sequences, part.levels, seconds, unread=part.unread)
-        if is_alone and is_drafted:
-            self._bank.invest(changes.seconds)
-        waits = (costs.draft(n, part.sequences, part.levels, is_alone) for n, part in parts)
-        return max(waits, default=0.0)
+            acceptance.pass_time(cost + passed)
+            asking.pass_time(cost + passed)
 
     def interrupted(self, wait: Wait) -> None:
         """Records a step with prompts."""
@@ -390,6 +390,8 @@ class Controller:
     def forget(self, history: DraftHistory) -> None:
         """Drops the state of a sequence that has ended."""
         if self._costs is not None:
+            self._held = None
+            self._trimmed.clear()
             for number, acceptance in enumerate(self._acceptance):
                 acceptance.forget(history, number)
 

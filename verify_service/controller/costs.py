@@ -8,7 +8,7 @@ difference between kinds of steps, beyond the table, is learnt.
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from verify_service.controller.acceptance import Array
 from verify_service.controller.config import DEFAULT, ControllerConfig
@@ -72,27 +72,32 @@ class CostModel:
         seen = known.get(key, ())
         if len(seen) == self._config.near_steps:
             return statistics.median(seen)
-        # An answer costs about one level more than it has.
-        prior, share = self._config.prior_draft * self.table.unit, levels + 1.0
-        expected = prior * share
+        prior = self._config.prior_draft * self.table.unit
+        expected = prior * (levels + 1.0)  # an answer costs about one level more than it has
         others = [one for one in known if one != key and known[one]]
         if others:
-            near = min(others, key=lambda one: (abs(one[0] - key[0]), abs(one[1] - levels)))
-            # A captured draft computes all its levels, however many are verified.
-            own = near[1] + 1.0
-            share = min(share / own, 1.0) if is_ahead else share / own
-            share /= math.sqrt(2 ** max(near[0] - key[0], 0))  # fewer sequences take a little less
-            expected = share * self._typical(known[near], prior * own, is_ahead)
+            size, level = min(others, key=lambda o: (abs(o[0] - key[0]), abs(o[1] - levels)))
+            if is_ahead:  # a captured draft computes all its levels, however many are verified
+                usual = self._typical(known[size, level], prior * (level + 1.0), True)
+                expected = min((levels + 1.0) / (level + 1.0), 1.0) * usual
+            else:
+                expected = _line([(one[1], known[one]) for one in others if one[0] == size], levels)
+            # Fewer sequences take a little less.
+            expected /= 2 ** (max(size - key[0], 0) / (2 if is_ahead else 4))
         return self._typical(seen, expected, is_ahead)
 
     @property
-    def check_share(self) -> float:
-        """Share of drafting's time for plain steps that measure their own time.
+    def is_known(self) -> bool:
+        """Whether it is known how steps with and without drafts compare."""
+        return len(self._log) >= self._config.near_steps
 
-        It is twice as large while little is known of how steps with and without drafts compare.
+    @property
+    def check_share(self) -> float:
+        """Share of drafting's time for plain steps that measure their own time: half of what trials
+        may cost, or all while little is known.
         """
-        is_known = self.table.is_padded or len(self._log) == self._log.maxlen
-        return self._config.check_share if is_known else self._config.bank_share
+        is_new = not self.table.is_padded and len(self._log) < self._config.seen_enough
+        return self._config.bank_share / (2 - is_new)
 
     def observe(self, batch: int, rows: int, seconds: float, is_clean: bool = True) -> None:
         """Learns from the target's part of a real step.
@@ -114,7 +119,7 @@ class CostModel:
         # are the same. With later ones, a hiccup of one step would count many times.
         if self._is_changed and before is not None:
             self._log.append(off - before if kind == VERIFY else before - off)
-            share = len(self._log) / (len(self._log) + config.prior_outcomes)
+            share = 1 / (1 + (config.prior_outcomes / len(self._log)) ** 2)
             self._more = share * statistics.median(self._log)
         if own is None or self._is_changed:
             own = off
@@ -141,7 +146,7 @@ class CostModel:
         key = _size(sequences), levels
         seen = known.setdefault(key, deque(maxlen=self._config.near_steps))
         seconds = max(seconds, 0.0) / math.exp(self._level)
-        if unread and seen:  # what it read is part of it
+        if unread and any(known.values()):  # what it read is part of it
             seconds = min(seconds, self.draft(draft, sequences, levels, is_ahead))
         seen.append(seconds)
 
@@ -182,6 +187,24 @@ class CostModel:
 
     def _bare(self, batch: int, rows: int) -> float:
         return self.table.seconds(batch, rows) + self._per_token * self.context
+
+
+def _line(waits: Sequence[tuple[int, Collection[float]]], levels: int) -> float:
+    """Returns the seconds of a wait by a line through known waits that never falls.
+
+    A single known wait is taken as proportional to one level more than it has.
+
+    Args:
+        waits: Levels and seconds of the known waits.
+        levels: Number of levels.
+    """
+    points = [(-1, 0.0, 1), *((level, statistics.median(one), len(one)) for level, one in waits)]
+    total = sum(weight for *_, weight in points)
+    middle = sum(weight * level for level, _, weight in points) / total
+    mean = sum(weight * seconds for _, seconds, weight in points) / total
+    spread = sum(weight * (level - middle) ** 2 for level, _, weight in points)
+    slope = sum(w * (level - middle) * (seconds - mean) for level, seconds, w in points) / spread
+    return max(mean + max(slope, 0.0) * (levels - middle), 0.0)
 
 
 def _size(sequences: int) -> int:

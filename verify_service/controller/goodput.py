@@ -4,11 +4,12 @@ goodput(draft, size) = expected tokens of a step / (target's seconds + draft's s
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from verify_service.controller.acceptance import Acceptance, Array
+from verify_service.controller.acceptance import Acceptance, Array, SizeBins
 from verify_service.controller.asked_first import AskedFirst
 from verify_service.controller.changes import Changes
 from verify_service.controller.config import ControllerConfig
@@ -32,34 +33,27 @@ class Best(NamedTuple):
     added: float
 
 
+@dataclass
 class Goodput:
     """Compares sets of nodes by the cost of the step and the tokens that they bring.
 
-    Args:
+    Attributes:
         costs: Cost model.
         drafts: The drafts.
         acceptance: Acceptance of each draft.
         asking: Estimates of what asking each draft is worth.
         changes: Costs of changes between drafted and plain steps.
         config: Numbers of the policy.
+        bins: Tree sizes that estimates distinguish.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        drafts: Sequence[DraftKind],
-        acceptance: Sequence[Acceptance],
-        asking: Sequence[AskedFirst],
-        changes: Changes,
-        config: ControllerConfig,
-    ) -> None:
-        self._costs = costs
-        self._drafts = drafts
-        self._acceptance = acceptance
-        self._asking = asking
-        self._changes = changes
-        self._config = config
-        self._bins = acceptance[0].bins
+    costs: CostModel
+    drafts: Sequence[DraftKind]
+    acceptance: Sequence[Acceptance]
+    asking: Sequence[AskedFirst]
+    changes: Changes
+    config: ControllerConfig
+    bins: SizeBins
 
     def best(
         self,
@@ -76,18 +70,18 @@ class Goodput:
             deviations: See `Acceptance.gains`.
             was_drafted: Whether the previous step was drafted, so that drafting does not begin now.
         """
-        costs, batch = self._costs, len(candidates)
+        costs, batch = self.costs, len(candidates)
         gains, counts = self._gains(candidates, limits, deviations)
         if not counts:
             return None
-        kinds = [(number, self._drafts[number], count) for number, count in counts.items()]
+        kinds = [(number, self.drafts[number], count) for number, count in counts.items()]
         depth = max(kind.depth for _, kind, _ in kinds)
-        choices = costs.table.choices(gains, self._bins, depth, 0)
+        choices = costs.table.choices(gains, self.bins, depth, 0)
         if not len(choices.added):
             return None
         waits = {
             level: max(
-                costs.draft(number, count, min(int(level), kind.depth), self._changes.follows)
+                costs.draft(number, count, min(int(level), kind.depth), self.changes.follows)
                 for number, kind, count in kinds
             )
             for level in set(choices.levels)
@@ -95,7 +89,7 @@ class Goodput:
         seconds = costs.targets(batch, choices.rows)
         seconds = seconds + np.array([waits[level] for level in choices.levels])
         if any(kind.is_beside for _, kind, _ in kinds):
-            seconds = self._changes.burdened(seconds, not was_drafted)
+            seconds = self.changes.burdened(seconds, not was_drafted)
         rates = (batch + choices.added) / seconds
         index = int(np.argmax(rates))
         nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
@@ -106,12 +100,12 @@ class Goodput:
         """Returns tokens per second, [drafts, sequences]: the goodput if all sequences were like
         this one and had this draft.
         """
-        costs, batch, bins = self._costs, len(candidates), self._bins
-        values = np.zeros((len(self._drafts), batch))
-        for number, kind in enumerate(self._drafts):
+        costs, batch, bins = self.costs, len(candidates), self.bins
+        values = np.zeros((len(self.drafts), batch))
+        for number, kind in enumerate(self.drafts):
             if kind.is_asked_first:
                 seconds = costs.plain(batch) + costs.draft(number, batch, 1)
-                worth = self._asking[number].worth(
+                worth = self.asking[number].worth(
                     [one.history for one in candidates], deviations > 0
                 )
                 values[number] = batch * (1 + np.array(worth)) / seconds
@@ -120,7 +114,7 @@ class Goodput:
                 gains = self._expected(candidates, range(batch), number, deviations)
                 tokens = 1 + np.cumsum(gains[:, : len(sizes)], axis=1)
                 rows = 1.0 + sizes if costs.table.is_padded else batch * (1.0 + sizes)
-                ahead = self._changes.follows and kind.is_beside
+                ahead = self.changes.follows and kind.is_beside
                 waits = [
                     costs.draft(number, batch, min(int(size), kind.depth), ahead) for size in sizes
                 ]
@@ -137,22 +131,23 @@ class Goodput:
         best = values.argmax(axis=0).tolist()
         for i, one in enumerate(candidates):
             current = one.history.chosen
-            least = self._config.margin * values[current, i] if current >= 0 else 0.0
+            least = self.config.margin * values[current, i] if current >= 0 else 0.0
             if values[best[i], i] > least:
                 one.history.chosen = best[i]
             one.history.chosen = max(one.history.chosen, 0)
 
     def of_offers(self, offers: Sequence[Offer]) -> Array:
         """Returns the expected accepted nodes of proposals that have come, [offers, bins]."""
-        gains = np.zeros((len(offers), len(self._bins)))
-        for number, acceptance in enumerate(self._acceptance):
+        gains = np.zeros((len(offers), len(self.bins)))
+        for number, acceptance in enumerate(self.acceptance):
             own = [
                 i
                 for i, offer in enumerate(offers)
                 if offer.num_nodes and max(offer.history.chosen, 0) == number
             ]
             if own:
-                gains[own] = acceptance.gains(*_rows(acceptance, number, [offers[i] for i in own]))
+                rows = _rows(acceptance, number, [offers[i] for i in own])
+                gains[own] = acceptance.known_gains(*rows)
         return self._within(gains, [offer.num_nodes for offer in offers])
 
     def worthwhile(
@@ -167,9 +162,9 @@ class Goodput:
             others: Number of rows beside theirs.
             plain: Seconds of the step without these nodes.
         """
-        choices = self._costs.table.choices(gains, self._bins, self._bins.sizes[-1], others)
+        choices = self.costs.table.choices(gains, self.bins, self.bins.sizes[-1], others)
         if len(choices.added):
-            seconds = self._costs.targets(batch, choices.rows)
+            seconds = self.costs.targets(batch, choices.rows)
             rates = (batch + choices.added) / seconds
             index = int(np.argmax(rates))
             if rates[index] > batch / plain:
@@ -180,7 +175,7 @@ class Goodput:
         """Returns the tokens that verifying a proposal would have brought, less the cost of the
         verification in tokens.
         """
-        costs, acceptance = self._costs, self._acceptance[draft]
+        costs, acceptance = self.costs, self.acceptance[draft]
         gains = acceptance.gains(*_rows(acceptance, draft, [offer]))
         plain = costs.plain(batch)
         beside = 0 if costs.table.is_padded else batch - 1
@@ -195,9 +190,9 @@ class Goodput:
         the number of sequences of each draft.
         """
         batch = len(candidates)
-        gains = np.zeros((batch, len(self._bins)))
+        gains = np.zeros((batch, len(self.bins)))
         counts: dict[int, int] = {}
-        for number, kind in enumerate(self._drafts):
+        for number, kind in enumerate(self.drafts):
             own = [i for i in range(batch) if limits[i] and candidates[i].history.chosen == number]
             if own and not kind.is_asked_first:
                 counts[number] = len(own)
@@ -212,28 +207,25 @@ class Goodput:
         The cost of the tokens that it must read first is subtracted, spread over the steps that the
         sequences may still have.
         """
-        acceptance, costs = self._acceptance[number], self._costs
+        acceptance, costs = self.acceptance[number], self.costs
         rows = [acceptance.row(candidates[i].history, number, 0) for i in own]
         pools = [acceptance.pool(candidates[i].history, 0) for i in own]
         gains = acceptance.gains(rows, pools, deviations)
         behind = np.array([candidates[i].behind_of(number) for i in own])
-        is_far = behind > self._config.close_tokens
+        is_far = behind > self.config.close_tokens
         if is_far.any():
             left = np.array([candidates[i].left for i in own]) / (1 + gains.sum(axis=1))
             token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
             burden = np.where(is_far, token * behind, 0.0)
-            burden = burden / np.clip(left, 1, self._config.payback_steps)
-            gains = np.where((gains.sum(axis=1) > burden)[:, None], gains, 0.0)
-            for i in range(gains.shape[1]):  # subtracted from the likeliest nodes first
-                taken = np.minimum(gains[:, i], burden)
-                gains[:, i] -= taken
-                burden -= taken
+            burden = burden / np.clip(left, 1, self.config.payback_steps)
+            left_over = np.maximum(np.cumsum(gains, axis=1) - burden[:, None], 0.0)
+            gains = np.diff(left_over, axis=1, prepend=0.0)  # taken from the likeliest nodes first
         return gains
 
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:
         """Returns gains with zeros for bins beyond each sequence's limit."""
-        within = np.array([self._bins.num_within(limit) for limit in limits])
-        found: Array = np.where(np.arange(len(self._bins)) < within[:, None], gains, 0.0)
+        within = np.array([self.bins.num_within(limit) for limit in limits])
+        found: Array = np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
         return found
 
 

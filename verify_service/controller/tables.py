@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from verify_service.controller.acceptance import Array, SizeBins
+from verify_service.controller.acceptance import Array, SizeBins, falling
 
 
 class Choices(NamedTuple):
@@ -32,9 +32,13 @@ class Table(Protocol):
 
     Attributes:
         is_padded: Whether all sequences of a step have the same number of rows.
+        row: Seconds of one more row in a step of very many rows.
+        unit: Seconds of a plain step of one sequence.
     """
 
     is_padded: bool
+    row: float
+    unit: float
 
     def plain_rows(self, batch: int) -> int:
         """Returns the number of rows of a step without drafts, as `seconds` takes them."""
@@ -65,14 +69,6 @@ class Table(Protocol):
             others: Number of rows of the step beside the sequences' own.
         """
 
-    @property
-    def row(self) -> float:
-        """Seconds of one more row in a step of very many rows."""
-
-    @property
-    def unit(self) -> float:
-        """Seconds of a plain step of one sequence."""
-
 
 class RowTable:
     """Seconds by the total number of rows, as on a CPU; they never fall as rows are added.
@@ -87,6 +83,7 @@ class RowTable:
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self._widths = list(widths)
         self._seconds = rising(seconds)
+        self.unit = self._seconds[0]
         self.row = 0.0
         if len(widths) > 1:
             span = self._widths[-1] - self._widths[-2]
@@ -152,11 +149,6 @@ class RowTable:
 
         return Choices(added, batch + others + rows, levels, nodes)
 
-    @property
-    def unit(self) -> float:
-        """See `Table`."""
-        return self._seconds[0]
-
     def table(self) -> dict[int, float]:
         """Returns seconds by width, for logs and benchmarks."""
         return dict(zip(self._widths, self._seconds, strict=True))
@@ -173,6 +165,7 @@ class GridTable:
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         self._seconds = dict(seconds)
+        self.unit = self._seconds.get((1, 1)) or min(self._seconds.values())
         self._batches = sorted({batch for batch, _ in seconds})
         self._rows = {
             batch: sorted(rows for other, rows in seconds if other == batch)
@@ -228,26 +221,13 @@ class GridTable:
 
         return Choices(added, np.array(shapes, float), levels, nodes)
 
-    @property
-    def unit(self) -> float:
-        """See `Table`."""
-        return self._seconds.get((1, 1)) or min(self._seconds.values())
-
     def table(self) -> dict[tuple[int, int], float]:
         """Returns seconds by shape, for logs and benchmarks."""
         return dict(self._seconds)
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """Returns the non-decreasing sequence nearest to `values` in least squares (pool adjacent
-    violators).
-    """
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        block = (value, 1)
-        while blocks and blocks[-1][0] > block[0]:
-            mean, count = blocks.pop()
-            total = count + block[1]
-            block = ((mean * count + block[0] * block[1]) / total, total)
-        blocks.append(block)
-    return [mean for mean, count in blocks for _ in range(count)]
+    """Returns the non-decreasing sequence nearest to `values` in least squares."""
+    backwards = falling(np.array([values[::-1]], float), np.ones(len(values)))
+    found: list[float] = backwards[0, ::-1].tolist()
+    return found

@@ -71,6 +71,7 @@ class TreeSizes:
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
         # By number of a draft with a running trial: its proposals; None before the answer.
         self._trials: dict[int, list[Trial] | None] = {}
+        self._is_resumed = True  # whether drafts were told anything but that they are suspended
         self._num_changes = [0] * len(self._each)
         # By draft: extra tokens that it reads in the newest step that the host begins.
         self._unread = [0] * len(self._each)
@@ -85,16 +86,19 @@ class TreeSizes:
             other_rows: Number of rows of prompts in the same step.
             is_ahead: Whether the step is started before the running one is done.
         """
+        controller = self.controller
+        if controller.stays_suspended and not (self._trials or self._probes or self._is_resumed):
+            return Plan([0] * len(sequences), 1)  # most steps while drafting is suspended
         available = [one.epoch > 0 for one in self._each]
         if not sequences or not any(available):
             return Plan([0] * len(sequences), 1)
-        controller = self.controller
         for number in list(self._trials):
             self._judge(number, len(sequences))
         controller.has_trial[:] = [number in self._trials for number in range(len(self._each))]
         if controller.stays_suspended and not self._probes:
             for one in self._each:
                 one.suspend(True, controller.keeps_states)
+            self._is_resumed = False
             return Plan([0] * len(sequences), 1)
         for number, one in enumerate(self._each):
             is_first = one.capabilities.is_free
@@ -109,6 +113,7 @@ class TreeSizes:
             self._assign(sequences, candidates)
         for one, is_drafting in zip(self._each, controller.is_drafting, strict=True):
             one.suspend(not is_drafting)
+        self._is_resumed = True
         for number, tried in plan.tried.items():
             self._trials[number] = None
             limits = dict.fromkeys(tried, controller.drafts[number].max_nodes)

@@ -14,7 +14,7 @@ def test_a_bank_that_is_empty_pays_for_no_optimism_until_it_holds_what_a_step_ma
     assert bank.is_full
     bank.pay(3.9 * STEP)
     assert bank.has_any
-    bank.drafted(2 * STEP, STEP, STEP, False)  # nothing was right
+    bank.drafted(2 * STEP, STEP, False)  # nothing was right
     assert not bank.has_any
     count = 0
     while not bank.has_any and count < 400:
@@ -25,29 +25,38 @@ def test_a_bank_that_is_empty_pays_for_no_optimism_until_it_holds_what_a_step_ma
     assert count == pytest.approx(100 * (0.88 + 1.0), abs=2)
 
 
-def test_drafting_that_loses_more_than_is_owed_at_most_stops() -> None:
+def test_a_bank_owes_a_step_at_most() -> None:
     bank = Bank(CONFIG, STEP)
-    bank.pay(4.5 * STEP)
-    assert bank.is_suspended
-    bank.pay(1.4 * STEP)  # owes almost half of what a bank holds
-    assert not bank.is_stopped
     bank.pay(30 * STEP)
-    assert bank.is_stopped
-    for _ in range(99):
+    assert bank.is_suspended
+    for _ in range(198):
         bank.plain(STEP, True)
         bank.look(STEP)
-    assert bank.is_stopped
-    for _ in range(2):
+    assert bank.is_suspended  # it owed a step, and must hold one
+    for _ in range(4):
         bank.plain(STEP, True)
         bank.look(STEP)
-    assert not bank.is_stopped
+    assert bank.has_any
+
+
+def test_a_credit_pays_for_the_first_trials_once() -> None:
+    bank = Bank(CONFIG, STEP)
+    bank.lend()
+    bank.pay(11.9 * STEP)  # a full bank and twice as much on credit
+    assert bank.has_any
+    for _ in range(10000):
+        bank.plain(STEP, True)
+    bank.lend()
+    assert bank.affords(3.9 * STEP)
+    bank.pay(STEP)
+    assert not bank.affords(4.1 * STEP)
 
 
 def test_what_it_took_to_begin_is_paid_by_gains_or_when_drafting_ends() -> None:
     bank = Bank(CONFIG, STEP)
     bank.invest(1.5 * STEP)
     bank.invest(0.5 * STEP)
-    bank.drafted(STEP, STEP, 2.5 * STEP, False)  # gains a step and a half
+    bank.drafted(STEP, 2.5 * STEP, False)  # gains a step and a half
     assert bank.is_full
     bank.plain(STEP, False)  # shows what plain steps take
     assert bank.is_full
@@ -69,10 +78,9 @@ def test_gains_of_a_draft_that_is_asked_first_pay_for_many_proposals_that_bring_
     for is_first in (False, True):
         bank = Bank(CONFIG, STEP)
         for _ in range(5):
-            bank.drafted(STEP, STEP, 9 * STEP, is_first)  # eight tokens more than a plain step's
+            bank.drafted(STEP, 9 * STEP, is_first)  # eight tokens more than a plain step's
         for _ in range(30):
-            bank.drafted(1.3 * STEP, STEP, STEP, is_first)
+            bank.drafted(1.3 * STEP, STEP, is_first)
         assert bank.has_any is is_first
-        assert bank.is_stopped is not is_first
         bank.plain(STEP, True)  # what plain steps add does not count beyond a full bank
         assert not bank.is_full or is_first

@@ -20,6 +20,7 @@ from testing.step_trace import Trace
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import (
+    NO_WAIT,
     Candidate,
     DraftHistory,
     DraftKind,
@@ -239,6 +240,81 @@ def test_first_requests_lose_little_beside_rivals(name: str) -> None:
         for arm in cold_start.ARMS
     ]
     assert rates[2] > 0.95 * max(rates[:2])
+
+
+@pytest.mark.parametrize("name", ["EAGLE3", "MTP", "STANDALONE"])
+def test_first_requests_on_fast_cores_are_near_the_better_of_always_and_never(name: str) -> None:
+    """One request at a time: greedy ones gain by a third, sampled ones lose by a fifth."""
+    draft = next(one for one in cold_start.FAST_DRAFTS if one.name == name)
+    for is_sampled in (False, True):
+        rates = [
+            sum(cold_start.serve(draft, 1, is_sampled, False, arm, n).rate for n in range(6))
+            for arm in cold_start.ARMS
+        ]
+        assert rates[2] > 0.94 * max(rates[:2])
+
+
+def steady(policy: Controller, history: DraftHistory, right: list[int], count: int) -> list[int]:
+    """Runs steps of a chain of five whose outcomes repeat; returns their nodes."""
+    found = []
+    for i in range(count):
+        [nodes] = policy.plan([Candidate(history, 5, left=1000)]).nodes
+        accepted = min(nodes, right[i % len(right)])
+        policy.record(history, nodes, range(accepted))
+        wait = Wait(nodes, 1, 0.02 + 0.004 * nodes) if nodes else NO_WAIT
+        seconds = TYPICAL.seconds(1, 1 + nodes)
+        if nodes or not policy.passes(seconds):
+            policy.observe(Observed(1, 1 + nodes, seconds, 1 + accepted, wait))
+        found.append(nodes)
+    return found
+
+
+def test_bad_luck_does_not_stop_a_draft_that_is_known_to_pay() -> None:
+    policy, history = Controller(CostModel(TYPICAL), [DraftKind(5, 5)]), DraftHistory()
+    steady(policy, history, [5, 4, 0, 5, 2], 400)
+    policy._bank.pay(1000.0)
+    assert not policy._bank.has_any
+    drafted = steady(policy, history, [0, 5, 0, 5, 4], 20)
+    assert sum(nodes > 0 for nodes in drafted) >= 17  # but for steps that check plain ones
+
+
+def test_an_empty_bank_stops_a_draft_of_which_little_is_known() -> None:
+    policy, history = Controller(CostModel(TYPICAL), [DraftKind(5, 5)]), DraftHistory()
+    assert steady(policy, history, [5], 2)[1] > 0
+    policy._bank.pay(1000.0)
+    policy._unplanned = 1000.0
+    assert steady(policy, history, [5], 20) == [0] * 20
+
+
+def test_a_plan_lasts_for_the_same_sequences_and_is_cut_to_what_they_may_have() -> None:
+    policy = Controller(CostModel(RowTable([1, 8], [1e-3, 1.1e-3])), [DraftKind(5, 5)])
+    one, other = DraftHistory(), DraftHistory()
+    [nodes] = policy.plan([Candidate(one, 5)]).nodes
+    for _ in range(4):
+        policy.record(one, nodes, ())  # not counted before the next plan
+    assert policy.plan([Candidate(one, 5)]).nodes == [nodes]
+    assert policy.plan([Candidate(one, 2)]).nodes == [2]
+    assert policy._acceptance[0]._pending
+    policy.plan([Candidate(one, 5), Candidate(other, 5)])
+    assert not policy._acceptance[0]._pending
+    for _ in range(60):
+        policy.observe(Observed(1, 1, 1e-3, 1))  # longer than a plan lasts
+    policy.record(one, nodes, ())
+    policy.plan([Candidate(one, 5), Candidate(other, 5)])
+    assert not policy._acceptance[0]._pending
+
+
+def test_most_plain_steps_of_a_suspended_draft_are_only_counted() -> None:
+    policy, history = Controller(CostModel(TYPICAL), [DraftKind(5, 5)]), DraftHistory()
+    policy.plan([Candidate(history, 5)])
+    policy.is_drafting = [False]
+    passed = []
+    for _ in range(40):
+        passed.append(policy.passes(0.1))
+        if not passed[-1]:
+            policy.observe(Observed(1, 1, 0.1, 1))
+    assert passed == [*[True] * 9, False] * 4
+    assert policy._unplanned == pytest.approx(4.0)
 
 
 def test_ngrams_that_gained_much_are_asked_again_soon() -> None:

@@ -61,6 +61,25 @@ def test_waits_for_drafts_are_learnt_and_scaled_to_what_was_not_seen() -> None:
     assert costs.draft(1, 4, 0) == 0.0
 
 
+def test_a_wait_that_was_not_seen_is_on_the_line_through_those_that_were() -> None:
+    """As on two fast cores, where waiting takes 1.9 ms and a level 0.45 ms more."""
+    costs = CostModel(ROWS)
+    for levels in (1, 3, 5):
+        for _ in range(9):
+            costs.waited(0, 1, levels, 1.9e-3 + 0.45e-3 * levels)
+    for levels in (2, 4, 7):
+        expected = 1.9e-3 + 0.45e-3 * levels
+        assert costs.draft(0, 1, levels) == pytest.approx(expected, rel=0.1)
+
+
+def test_deeper_trees_never_seem_to_take_less_than_shallow_ones() -> None:
+    costs = CostModel(ROWS)
+    for _ in range(9):
+        costs.waited(0, 1, 1, 9e-3)
+        costs.waited(0, 1, 3, 4e-3)
+    assert costs.draft(0, 1, 2) <= costs.draft(0, 1, 4) <= costs.draft(0, 1, 5) < 9e-3
+
+
 def test_steps_that_contain_the_draft_teach_what_it_takes() -> None:
     costs = CostModel(GRID)
     for _ in range(50):
