@@ -49,12 +49,12 @@ class Bank:
         self.step = step
         self.is_suspended &= not self.affords(step)
 
-    def lend(self) -> None:
+    def lend(self, is_known: bool) -> None:
         """Adds a credit once, beyond the bank's capacity, so that the first trials are not cut off
-        by bad luck.
+        by bad luck; takes back what is left once `is_known` what drafts bring.
         """
-        self._steps += self._credit
-        self._credit = 0.0
+        self._steps, self._credit = self._steps + self._credit, 0.0
+        self._steps = min(self._steps, self._config.bank_steps if is_known else self._steps)
 
     def invest(self, seconds: float) -> None:
         """Records seconds spent to begin drafting.

@@ -237,7 +237,7 @@ class Controller:
             evidence = min(self._acceptance[number].evidence(groups) for number in used)
             is_known = costs.is_known and not are_beside and 2 * evidence >= config.seen_enough
             if not (is_start or are_beside):
-                bank.lend()
+                bank.lend(is_known)
             # Who leaves must read much to come back.
             stays = config.margin**-2 if is_known else 1.0
             least = (config.margin if is_start else stays) * batch / bank.step

@@ -41,15 +41,25 @@ def test_a_bank_owes_a_step_at_most() -> None:
 
 def test_a_credit_pays_for_the_first_trials_once() -> None:
     bank = Bank(CONFIG, STEP)
-    bank.lend()
+    bank.lend(False)
     bank.pay(11.9 * STEP)  # a full bank and twice as much on credit
     assert bank.has_any
     for _ in range(10000):
         bank.plain(STEP, True)
-    bank.lend()
+    bank.lend(False)
     assert bank.affords(3.9 * STEP)
     bank.pay(STEP)
     assert not bank.affords(4.1 * STEP)
+
+
+def test_a_credit_ends_once_it_is_known_what_drafts_bring() -> None:
+    bank = Bank(CONFIG, STEP)
+    bank.lend(False)
+    bank.lend(True)
+    bank.pay(3.9 * STEP)
+    assert bank.has_any
+    bank.pay(0.2 * STEP)
+    assert not bank.has_any
 
 
 def test_what_it_took_to_begin_is_paid_by_gains_or_when_drafting_ends() -> None:
