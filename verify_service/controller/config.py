@@ -67,7 +67,7 @@ class ControllerConfig:
         """Weight of all sequences' outcomes in the estimate for one where the draft must read much
         to come back: texts begin with tokens that are hard to guess.
         """
-        return self.own_memory / 3
+        return 3 * self.own_memory / 8
 
     @property
     def seen_enough(self) -> float:

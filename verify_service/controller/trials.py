@@ -10,7 +10,7 @@ from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import Candidates, DraftKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Trials:
     """Selects sequences for trials, as far as the bank pays for them.
 
