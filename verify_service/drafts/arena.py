@@ -243,9 +243,7 @@ class Arena:
         """Returns whether the draft's GPU can use memory of the target's."""
         if self.is_on_same_gpu(info):
             return True
-        if not self._is_whole or not self._uuid or not info.device_uuid:
-            return False
-        theirs = cuda.device_of(info.device_uuid)
+        theirs = cuda.device_of(info.device_uuid) if self._is_whole and self._uuid else None
         return theirs is not None and cuda.reaches(theirs, self._device)
 
     def _free_left(self, attached: Peer | None = None) -> None:
