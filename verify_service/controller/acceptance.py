@@ -88,7 +88,7 @@ class Acceptance:
         # Difference between recent accepted nodes and their expectation, and its variance.
         self._surplus = self._variance = 0.0
         self._ratios: dict[tuple[int, float], Array] = {}
-        self._unaged = 0.0  # seconds by which evidence has yet to age
+        self._unaged = 0.0  # seconds since evidence was last reduced
 
     def pool(self, history: DraftHistory, confidence: int) -> int:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
