@@ -2,25 +2,17 @@
 token changes, greedy or seeded, with a kill of the draft.
 """
 
-import random
 from pathlib import Path
 
 import pytest
 
-from foredraft.types import SamplingParams
-from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
-from testing.draft_heads import TinyHead, save_head, tiny_head
-from testing.engines import Job, running_engine
+from testing.draft_heads import save_head
+from testing.engines import running_engine
+from testing.repeated_texts import HEADS, repeated_jobs
 from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
-
-HEADS: dict[str, TinyHead] = {
-    "eagle3": tiny_head("EAGLE3", 3),
-    "dspark": tiny_block("DSPARK", 4, markov="rnn"),
-    "peagle": tiny_peagle(3),
-}
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +20,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("target"), seed=5)
 
 
-def jobs() -> list[Job]:
-    """Prompts that say the same twice, greedy and seeded in turn."""
-    rng = random.Random(0)
-    twice = [rng.randrange(2, 126) for _ in range(20)] * 2
-    return [
-        Job(
-            twice + [rng.randrange(2, 126) for _ in range(3 + 5 * i)],
-            SamplingParams(temperature=0.7 * (i % 2), max_new_tokens=60, ignore_eos=True, seed=i),
-        )
-        for i in range(6)
-    ]
-
-
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
     with running_engine(target, device="cuda", dtype="float32") as harness:
-        return [result.tokens for result in harness.run(jobs())]
+        return [result.tokens for result in harness.run(repeated_jobs(6))]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -62,7 +41,7 @@ def test_no_token_changes(kind: str, target: Path, plain: list[list[int]], tmp_p
         "draft_step_timeout": 60.0,
     }
     with running_engine(target, head.algorithm, **flags) as harness:
-        first, killed, healed = harness.run_around_a_kill(jobs())
+        first, killed, healed = harness.run_around_a_kill(repeated_jobs(6))
         harness.check_nothing_left()
     for results in (first, killed, healed):
         expected = plain * (len(results) // len(plain))

@@ -2,17 +2,16 @@
 of the draft, under pressure on pages; and text that repeats is accepted in a model's place.
 """
 
-import random
 from pathlib import Path
 
 import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
-from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
-from testing.draft_heads import save_head, tiny_head
+from testing.draft_heads import save_head
 from testing.engines import Job, accept_length, running_engine
+from testing.repeated_texts import HEADS, repeated_jobs
 
 MODELS = Path(__file__).parents[2] / "models"
 TARGET = MODELS / "foredraft-demo"
@@ -28,11 +27,6 @@ PRESSURE = {
     "speculative_eagle_topk": 2,
     "speculative_num_draft_tokens": 8,
 }
-HEADS = {
-    "eagle3": tiny_head("EAGLE3", 3),
-    "dspark": tiny_block("DSPARK", 4, markov="rnn"),
-    "peagle": tiny_peagle(3),
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +34,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("target"), seed=5)
 
 
-def jobs() -> list[Job]:
-    """Prompts that say the same twice, greedy and seeded in turn."""
-    rng = random.Random(0)
-    twice = [rng.randrange(2, 126) for _ in range(20)] * 2
-    return [
-        Job(
-            twice + [rng.randrange(2, 126) for _ in range(3 + 5 * i)],
-            SamplingParams(temperature=0.7 * (i % 2), max_new_tokens=60, ignore_eos=True, seed=i),
-        )
-        for i in range(5)
-    ]
-
-
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
     with running_engine(target, page_size=4) as harness:
-        return [result.tokens for result in harness.run(jobs())]
+        return [result.tokens for result in harness.run(repeated_jobs(5))]
 
 
 @pytest.mark.parametrize("kind", [*HEADS, "standalone"])
@@ -74,7 +55,7 @@ def test_no_token_changes(kind: str, target: Path, plain: list[list[int]], tmp_p
         "speculative_ngram_override_min_match": 1,  # random text repeats no more than that
     }
     with running_engine(target, algorithm, **flags) as harness:
-        first, killed, healed = harness.run_around_a_kill(jobs())
+        first, killed, healed = harness.run_around_a_kill(repeated_jobs(5))
         harness.check_nothing_left()
     for results in (first, killed, healed):
         expected = plain * (len(results) // len(plain))
