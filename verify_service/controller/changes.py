@@ -27,6 +27,8 @@ class Changes:
         self._config = config
         # Seconds before the target's part of a step that the host begins: without drafts, and with.
         self._leads = [0.0, config.switch_steps * costs.plain(1)]
+        # Seconds that drafting loses by a step with prompts, and since the newest one.
+        self._lost, self._losing = costs.plain(1), 0.0
         self._num_waited = 0  # drafted steps in a row that waited for their drafts
         self._is_spared = False  # whether the newest step that the host began decoded plainly
 
@@ -44,8 +46,7 @@ class Changes:
         """
         if is_start:
             seconds = seconds + self.seconds / self._config.payback_steps
-        # For a step with prompts the host begins two steps: that one and the next one.
-        found: Array = seconds * (1 + 2 * self.seconds * self.interrupted)
+        found: Array = seconds / max(1 - self._lost * self.interrupted, 0.1)
         return found
 
     def spares(self, worth: float, more: float, has_prompts: bool) -> bool:
@@ -66,6 +67,7 @@ class Changes:
         if was_spared or worth > more + self.seconds:
             return False
         self._is_spared = not has_prompts
+        self._losing += worth - more
         return True
 
     def is_alone(self, wait: Wait) -> bool:
@@ -107,12 +109,21 @@ class Changes:
         waits = (costs.draft(n, part.sequences, part.levels, is_alone) for n, part in parts)
         return max(waits, default=0.0)
 
+    def interrupt(self, wait: Wait, is_suspended: bool) -> None:
+        """Records a step with prompts."""
+        self.interrupted += 1.0
+        if self.follows and not is_suspended:
+            self._lost += (self._losing - self._lost) * self._config.newest_share
+        self._losing = 0.0
+        self.learn(wait)
+
     def learn(self, wait: Wait) -> None:
         """Learns the host's time before a step, without the draft's estimated time of reading."""
         if wait.lead and self.follows:
             known = self._leads[wait.levels > 0]
             lead = max(wait.lead - self._costs.reading(wait.unread), wait.lead / 2)
             lead = min(lead, 2 * known + self._costs.table.unit)
+            self._losing += lead
             self._leads[wait.levels > 0] += (lead - known) * self._config.newest_share
 
     def suspended(self, seconds: float, step: float) -> None:
@@ -125,6 +136,7 @@ class Changes:
         usual = self._leads[0] + self._config.switch_steps * step
         share = min(seconds / self._config.forget_seconds, 1.0)
         self._leads[1] -= share * max(self._leads[1] - usual, 0.0)
+        self._lost -= share * max(self._lost - self._leads[0] - step, 0.0)
 
     def passed(self, seconds: float) -> None:
         """Lets the rate of steps with prompts age by `seconds`."""

@@ -384,8 +384,7 @@ class Controller:
     def interrupted(self, wait: Wait) -> None:
         """Records a step with prompts."""
         if self._costs is not None:
-            self._changes.interrupted += 1.0
-            self._changes.learn(wait)
+            self._changes.interrupt(wait, self.is_suspended)
 
     def forget(self, history: DraftHistory) -> None:
         """Drops the state of a sequence that has ended."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from foredraft.trees.draft_tree import EMPTY
 from verify_service import metrics
+from verify_service.controller.messages import NO_WAIT
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.proposals import NO_PROPOSALS, DraftRequest, Proposals
 from verify_service.engine.committed_states import CommittedStates
@@ -99,7 +100,8 @@ class StepRunner:
         if plan.is_empty:
             return
         batch = self._batch(plan, proposals)
-        wait = self._sizes.wait(plan.decode, proposals, drafted - started)
+        # Behind prompts, the host also waited for these.
+        wait = NO_WAIT if behind else self._sizes.wait(plan.decode, proposals, drafted - started)
         step = Step(batch, plan.prefill, self._drafts.capture or ())
         if self._overlaps and self._executor.can_overlap(step):
             self._in_flight = self._overlap.start(step)
