@@ -16,13 +16,14 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.engine.engine import EngineLimits
+from verify_service.executor.captured.capturing import Capturing
 from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
+from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
 from verify_service.executor.captured.step import DecodeStep, StepSizes
 from verify_service.executor.choice.sampler import Sampler, Thresholds
 from verify_service.executor.ranks import graphs, messages
-from verify_service.executor.ranks.graphs import RankedGraphs, RankedMixedGraphs
 from verify_service.sizes import chunk_size
 from verify_service.target import Target, load_share
 
@@ -62,24 +63,31 @@ def overwrite(old: Any, new: Any) -> None:
             overwrite(one, other)
 
 
-class EagerGraphs(DecodeGraphs):
-    """Decode graphs without CUDA, see the module."""
+class EagerCapturing(Capturing):
+    """Captures without CUDA, see the module."""
 
     _kv: PagedKV  # cache of the newest engine
 
-    def _run_aside(self, run: Callable[[], object]) -> None:
-        pass
+    def run_aside(self, run: Callable[[], object]) -> None:
+        """Does nothing."""
 
-    def _capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        """Runs once, and takes back what that has changed: a capture does nothing."""
         keys, step = self._kv.data.clone(), self._step
         kept = [step.state, step.two_phase.words]
         before = [tensor.clone() for tensor in kept]
         graph = Graph(run)
-        # A capture does nothing.
         self._kv.data.copy_(keys)
         for tensor, values in zip(kept, before, strict=True):
             tensor.copy_(values)
         return graph, graph.result
+
+
+class EagerGraphs(DecodeGraphs):
+    """Decode graphs without CUDA, see the module."""
+
+    def __init__(self, step: DecodeStep, listener: StepListener | None = None) -> None:
+        super().__init__(step, listener, EagerCapturing(step))
 
 
 class EagerMixedGraphs(MixedGraphs):
@@ -88,14 +96,6 @@ class EagerMixedGraphs(MixedGraphs):
     def _capture(self, kind: MixedKind) -> Any:
         self._make_room(kind)
         return Graph(lambda: self.compute(kind))
-
-
-class EagerRankedGraphs(EagerGraphs, RankedGraphs):
-    """Decode graphs of rank 0 without CUDA."""
-
-
-class EagerRankedMixedGraphs(EagerMixedGraphs, RankedMixedGraphs):
-    """Graphs of rank 0's forwards with prompts without CUDA."""
 
 
 def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,15 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_scratch(
         config: Any, pages: int, size: int, dtype: Any, device: Any, *rest: Any
     ) -> Any:
-        EagerGraphs._kv = made(config, pages, size, dtype, device, 1, *rest[1:])
-        return EagerGraphs._kv
+        EagerCapturing._kv = made(config, pages, size, dtype, device, 1, *rest[1:])
+        return EagerCapturing._kv
 
     monkeypatch.setattr(PagedKV, "for_model", with_scratch)
+
+
+def _use_eager_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "DecodeGraphs", EagerGraphs)
+    monkeypatch.setattr(graphs, "MixedGraphs", EagerMixedGraphs)
 
 
 def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
@@ -121,8 +126,7 @@ def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
         ranks: The other ranks, which run `use_eager_worker`.
     """
     _without_cuda(monkeypatch)
-    monkeypatch.setattr(graphs, "RankedGraphs", EagerRankedGraphs)
-    monkeypatch.setattr(graphs, "RankedMixedGraphs", EagerRankedMixedGraphs)
+    _use_eager_classes(monkeypatch)
 
     def load(config: VerifyConfig) -> Target:
         return dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
@@ -150,8 +154,7 @@ def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
 def use_eager_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a worker of this process follow `use_eager_rank_0`."""
     _without_cuda(monkeypatch)
-    monkeypatch.setattr(graphs, "DecodeGraphs", EagerGraphs)
-    monkeypatch.setattr(graphs, "MixedGraphs", EagerMixedGraphs)
+    _use_eager_classes(monkeypatch)
     monkeypatch.setattr("verify_service.target.choose_attention", lambda *asked: TritonAttention())
 
 

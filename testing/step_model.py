@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verify_service.controller.tables import GridTable, RowTable
-from verify_service.executor.captured.graphs import row_sizes
+from verify_service.executor.captured.shapes import row_sizes
 
 TABLES = Path(__file__).parents[1] / "benchmarks/step_tables"
 SIBLINGS = 0.3  # acceptance of a node's next sibling over its own

@@ -296,7 +296,9 @@ def _executor(
         graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
     layers = captured_layers(links)
     graphs.warm_up(layers)
-    logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
+    logger.info(
+        "captured %d CUDA graphs in %.1f s", len(graphs.shapes.all()), time.monotonic() - started
+    )
     started = time.monotonic()
     mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
     logger.info(

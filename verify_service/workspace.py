@@ -15,9 +15,10 @@ from foredraft.layers.linear import Linear, ProductBytes
 from foredraft.models.decoder import DecoderModel
 from foredraft.types import MAX_LOGPROBS
 from verify_service.drafts.hidden_state_buffer import MOST_BYTES as MOST_BUFFERED
-from verify_service.executor.captured.graphs import PAGE_UPDATES, batch_sizes, row_sizes
 from verify_service.executor.captured.mixed import ROW_SIZES
+from verify_service.executor.captured.shapes import batch_sizes, row_sizes
 from verify_service.executor.captured.step import ROWS_AT_ONCE
+from verify_service.executor.captured.step_buffers import PAGE_UPDATES
 from verify_service.executor.captured.two_phase_tables import MASK_BITS
 from verify_service.executor.choice.sampler import CHOSEN_AT_ONCE, MASKED_AT_ONCE
 from verify_service.executor.choice.scoring import SCORED_AT_ONCE

@@ -139,13 +139,13 @@ def step_ms(model: DecoderModel, level: str, batch: int, context: int, kind: str
     graphs = DecodeGraphs(step)
 
     def run() -> None:
-        records = graphs.records(batch)
+        records = graphs.buffers.records(batch)
         records["slot"] = range(batch)
         records["committed"], records["num_rows"], records["tree"] = context, len(parents), -1
         records["entry"] = records["new_page"] = records["forced"] = records["mask"] = 0
         records["tokens"] = 17
         records["parents"] = parents
-        graphs.upload(batch)
+        graphs.buffers.upload(batch)
         graphs.start(batch, len(parents), ()).chosen()
 
     run()

@@ -15,7 +15,7 @@ from foredraft.transport import cuda
 from testing.checkpoints import make_checkpoint
 from testing.eager_graphs import Event
 from testing.meta_gpu import META, meta_gpu
-from verify_service.executor.captured.graphs import batch_sizes
+from verify_service.executor.captured.shapes import batch_sizes
 from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.target import load_share
 from verify_service.workspace import StepLimits, workspace_of

@@ -30,8 +30,8 @@ from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.eager_graphs import Event
 from testing.meta_gpu import META, Peak, meta_gpu, trial_on_meta
-from verify_service.executor.captured.graphs import batch_sizes, row_sizes
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
+from verify_service.executor.captured.shapes import batch_sizes, row_sizes
 from verify_service.executor.captured.step import DecodeStep, StepKind, StepSizes
 from verify_service.executor.choice.sampler import Sampler, Thresholds, VerifyRows
 from verify_service.executor.choice.scoring import prompt_logprobs

@@ -57,9 +57,9 @@ class GraphExecutor(EagerExecutor):
     ) -> None:
         super().__init__(runner, sampler, ranks)
         self._graphs, self._mixed = graphs, mixed
-        self._filler = RecordFiller(graphs, simulated)
+        self._filler = RecordFiller(graphs.buffers, simulated)
         self._vocab_size = runner.model.config.vocab_size
-        self._tables = SlotTables(graphs.two_phase, sampler.eos_token_ids, self._vocab_size)
+        self._tables = SlotTables(graphs.two_phase.tables, sampler.eos_token_ids, self._vocab_size)
 
     def close(self) -> None:
         """See Executor."""
@@ -77,12 +77,13 @@ class GraphExecutor(EagerExecutor):
             graphs.idle_step(*shape)
             return time.perf_counter() - started
 
-        times = best_of_rounds(graphs.shapes, run)
-        return GridTable(dict(zip(graphs.shapes, times, strict=True)))
+        shapes = graphs.shapes.all()
+        times = best_of_rounds(shapes, run)
+        return GridTable(dict(zip(shapes, times, strict=True)))
 
     def can_overlap(self, step: Step) -> bool:
         """See Executor."""
-        fits = len(step.batch) <= self._graphs.max_batch
+        fits = len(step.batch) <= self._graphs.shapes.max_batch
         return fits and not step.chunks and not self._sampler.is_lossy
 
     def submit(self, step: Step) -> PendingStep:
@@ -91,7 +92,7 @@ class GraphExecutor(EagerExecutor):
             return self._submit_ahead(step, step.ahead)
         if self.can_overlap(step):
             return self._submit_known(step)
-        if step.chunks or len(step.batch) > self._graphs.max_batch:
+        if step.chunks or len(step.batch) > self._graphs.shapes.max_batch:
             return super().submit(step)
         return FinishedStep(self._run_and_choose(step))
 
@@ -105,20 +106,20 @@ class GraphExecutor(EagerExecutor):
 
     def _submit_ahead(self, step: Step, ahead: Ahead) -> GraphRun:
         batch, capture, graphs = step.batch, step.capture, self._graphs
-        num_rows = graphs.row_size(len(batch), ahead.num_rows)
+        num_rows = graphs.shapes.row_size(len(batch), ahead.num_rows)
         sequences = [rows.sequence for rows in batch]
         self._filler.fill_ahead(sequences, num_rows, ahead)
         if self._filler.members.is_two_phase:
             capture = capture or graphs.capture
-            graphs.prepare_two_phase(len(batch), num_rows, capture, _has_logprobs(sequences))
-        graphs.upload(len(batch))
+            graphs.two_phase.prepare(len(batch), num_rows, capture, _has_logprobs(sequences))
+        graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
             if self._filler.members.is_two_phase and any(
                 tree is not None and sequence.is_masked
                 for sequence, tree in zip(sequences, ahead.trees, strict=True)
             ):
-                graphs.send_trees()
+                graphs.two_phase.send_trees()
         trees = [rows.tree for rows in batch]
         return self._start(sequences, num_rows, capture, trees, ahead.trees)
 
@@ -146,12 +147,14 @@ class GraphExecutor(EagerExecutor):
         if not self._mixed.takes(rows):
             return super()._forward(sequences, rows, capture)
         self._mixed.settle()
-        self._graphs.records(0)  # a running step may still read the present block of page updates
+        self._graphs.buffers.records(
+            0
+        )  # a running step may still read the present block of page updates
         self._filler.update_pages(sequences)
         return self._mixed.forward(rows, capture or self._graphs.capture)
 
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
-        return self._graphs.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
+        return self._graphs.shapes.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
     def _start(
         self,
@@ -170,10 +173,10 @@ class GraphExecutor(EagerExecutor):
             running = graphs.start(count, num_rows, capture, self._filler.members.is_filtered)
             outcome = DeviceOutcome(count, *where, running.output)
             return GraphRun(running, num_rows, outcome, self._vocab_size)
-        step = graphs.start_two_phase(count, num_rows, capture, _has_logprobs(sequences))
+        step = graphs.two_phase.start(count, num_rows, capture, _has_logprobs(sequences))
         outcome = DeviceOutcome(count, *where, step.output)
         return TwoPhaseRun(
-            graphs, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
+            graphs.two_phase, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
         )
 
     def _logits(

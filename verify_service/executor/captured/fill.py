@@ -9,7 +9,7 @@ import numpy.typing as npt
 from foredraft.sampling.columns import SAMPLING
 from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
 from verify_service.executor.base import Ahead
-from verify_service.executor.captured.graphs import DecodeGraphs
+from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
 from verify_service.executor.choice.sampler import VerifyRows
 from verify_service.executor.choice.simulation import SimulatedAcceptance
@@ -54,15 +54,15 @@ class RecordFiller:
     """Fills in the records of one step after another.
 
     Args:
-        graphs: Graphs that own the records and page tables.
+        buffers: Buffers of the records and page tables.
         simulated: Draws the number of accepted tokens, for benchmarks.
 
     Attributes:
         members: Sequences of the newest step.
     """
 
-    def __init__(self, graphs: DecodeGraphs, simulated: SimulatedAcceptance | None) -> None:
-        self._graphs, self._simulated = graphs, simulated
+    def __init__(self, buffers: StepBuffers, simulated: SimulatedAcceptance | None) -> None:
+        self._buffers, self._simulated = buffers, simulated
         self.members = NOBODY
 
     def fill_ahead(self, sequences: list[RequestSequence], num_rows: int, ahead: Ahead) -> None:
@@ -83,7 +83,7 @@ class RecordFiller:
 
     def _fill(self, sequences: list[RequestSequence], num_rows: int) -> npt.NDArray[np.void]:
         """Fills in everything but roots and trees."""
-        records = self._graphs.records(len(sequences))
+        records = self._buffers.records(len(sequences))
         self._fill_pages(records, sequences)
         slots = [sequence.slot or 0 for sequence in sequences]
         if self.members.sequences != sequences or self.members.slots != slots:
@@ -107,7 +107,7 @@ class RecordFiller:
         parents[:, 0] = ROOT
         if num_rows > 1:
             _fill_trees(tokens[:, 1:], parents[:, 1:], [rows.tree for rows in batch])
-        self._graphs.upload(len(batch))
+        self._buffers.upload(len(batch))
 
     def _force(self, records: npt.NDArray[np.void]) -> None:
         """Sets the number of accepted tokens where outcomes are simulated; a sequence without a
@@ -147,7 +147,7 @@ class RecordFiller:
                 assert sequence.slot is not None
                 updates.append((sequence.slot, first, sequence.pages[first:]))
                 sequence.device_pages_from = size
-        self._graphs.set_pages(updates)
+        self._buffers.set_pages(updates)
 
 
 def _fill_trees(

@@ -21,6 +21,7 @@ from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.batch import StepRows, ancestor_mask
 from foredraft.trees.draft_tree import depths
+from verify_service.executor.captured.listener import StepListener
 
 # Close enough together that padding costs little where the device, not the host, is what takes
 # time.
@@ -56,6 +57,7 @@ class MixedGraphs:
         max_tree: Maximum number of rows of a tree, the root included.
         max_rows: Maximum number of rows in all; at most the largest of `ROW_SIZES` is used.
         pool: Memory that is shared with other graphs, which never run at the same time.
+        listener: Hears of every forward; None for nobody.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class MixedGraphs:
         max_tree: int,
         max_rows: int,
         pool: Any = None,
+        listener: StepListener | None = None,
     ) -> None:
         self._model, self._kv, self._attention = model, kv, attention
-        self._tables, self._pool = tables, pool
+        self._tables, self._pool, self._listener = tables, pool, listener
         self._num_slots = tables.shape[0] - 1
         self._group_size = model.group_size
         self.sizes = [
@@ -114,6 +117,8 @@ class MixedGraphs:
             Logits of the rows that ask for them, in memory of their own; hidden states and streams
             of all rows, valid until the next forward.
         """
+        if self._listener is not None:
+            self._listener.mixed(rows, capture)
         num_rows = sum(len(one.tokens) for one in rows)
         size = next(size for size in self.sizes if size >= num_rows)
         kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
@@ -144,6 +149,8 @@ class MixedGraphs:
             has_branches: Whether there will be trees that are no chains; else these are captured
                 when they come.
         """
+        if self._listener is not None:
+            self._listener.mixed_warm_up(capture, has_branches)
         for size in reversed(self.sizes):
             for is_masked in {False, has_branches}:
                 kind = MixedKind(size, tuple(capture), is_masked)

@@ -17,8 +17,8 @@ from foredraft.trees.draft_tree import DraftTree
 from verify_service import metrics
 from verify_service.executor.base import DeviceOutcome, StepResult
 from verify_service.executor.captured.buffers import LogProbs
-from verify_service.executor.captured.graphs import DecodeGraphs, TwoPhaseStep
 from verify_service.executor.captured.pending import GraphRun
+from verify_service.executor.captured.two_phase_graphs import TwoPhaseGraphs, TwoPhaseStep
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
 from verify_service.executor.choice.sampler import Outcome
 from verify_service.executor.kernels import adjust
@@ -41,9 +41,9 @@ class SlotTables:
     """Keeps words and biases on the device equal to the sequences' in the slots."""
 
     def __init__(
-        self, two_phase: TwoPhaseTables, eos_token_ids: frozenset[int], vocab_size: int
+        self, tables: TwoPhaseTables, eos_token_ids: frozenset[int], vocab_size: int
     ) -> None:
-        self._two_phase = two_phase
+        self._tables = tables
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._held: dict[int, _Held] = {}
@@ -68,13 +68,13 @@ class SlotTables:
         if held is not None and held.request_id == sequence.request_id:
             missing = sequence.tokens[sequence.num_prompt + held.num_counted :]
             if missing:
-                self._two_phase.add_words(slot, missing)
+                self._tables.add_words(slot, missing)
                 held.num_counted += len(missing)
             return
         known = (sequence.prompt, sequence.output, self._eos_token_ids)
-        self._two_phase.set_words(slot, adjust.words(sampling, *known, self._vocab_size))
+        self._tables.set_words(slot, adjust.words(sampling, *known, self._vocab_size))
         if adjust.kinds(sampling) & adjust.BIASED:
-            self._two_phase.set_biases(slot, biases(sampling, self._vocab_size))
+            self._tables.set_biases(slot, biases(sampling, self._vocab_size))
         self._held[slot] = _Held(sequence.request_id, sequence.num_output)
 
 
@@ -105,7 +105,7 @@ class TwoPhaseRun(GraphRun):
 
     def __init__(
         self,
-        graphs: DecodeGraphs,
+        graphs: TwoPhaseGraphs,
         tables: SlotTables,
         step: TwoPhaseStep,
         sequences: Sequence[RequestSequence],
@@ -121,20 +121,20 @@ class TwoPhaseRun(GraphRun):
         self._followers = _followers(sequences)
         self._waits = any(rows[i] is not None for i in self._followers)
         if not self._followers:
-            self._running = graphs.choose_two_phase(step, 0)
+            self._running = graphs.choose(step, 0)
 
     @property
     def is_ready(self) -> bool:
         """See PendingStep."""
-        return not self._waits or self._graphs.two_phase.are_trees_there(self._step.turn)
+        return not self._waits or self._graphs.tables.are_trees_there(self._step.turn)
 
     def choose(self) -> None:
         """See PendingStep."""
         if self._running is not None:
             return
-        two_phase, turn, num_rows = self._graphs.two_phase, self._step.turn, self.num_rows
-        masks = two_phase.masks(turn, len(self._followers) * num_rows)
-        proposed = two_phase.trees(turn) if self._waits else None
+        tables, turn, num_rows = self._graphs.tables, self._step.turn, self.num_rows
+        masks = tables.masks(turn, len(self._followers) * num_rows)
+        proposed = tables.trees(turn) if self._waits else None
         work = []
         for i, follower in enumerate(self._followers):
             tree, row = self._trees[follower], self._rows[follower]
@@ -147,7 +147,7 @@ class TwoPhaseRun(GraphRun):
         side_by_side(work)
         metrics.LATE_MASKS.inc(len(self._followers))
         metrics.AWAITED_MASKS.inc(self._step.forwarded.query())
-        self._running = self._graphs.choose_two_phase(self._step, len(masks))
+        self._running = self._graphs.choose(self._step, len(masks))
 
     def finish(self) -> StepResult:
         """See PendingStep."""

@@ -12,14 +12,14 @@ import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.models.decoder import DecoderModel, ModelOutput
+from foredraft.models.decoder import DecoderModel
 from foredraft.parallel.group import Group
 from foredraft.record_layout import WORD, Layout
 from foredraft.runner.batch import StepRows
-from verify_service.executor.captured.buffers import RunningStep
-from verify_service.executor.captured.graphs import DecodeGraphs, TwoPhaseStep
+from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs
 from verify_service.executor.captured.step import DecodeStep, StepKind, StepSizes
+from verify_service.executor.captured.step_buffers import PageUpdate, StepBuffers
 from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.messages import Kind
@@ -54,84 +54,50 @@ class GraphSizes:
         return cls(steps, max_mixed_rows)
 
 
-class RankedGraphs(DecodeGraphs):
-    """Rank 0's captured decode steps, which are sent to the other ranks too."""
+class StepSender:
+    """Sends rank 0's captured steps to the other ranks; a `StepListener`."""
 
-    def __init__(self, step: DecodeStep, board: Board) -> None:
-        super().__init__(step)
+    def __init__(self, board: Board) -> None:
         self._board = board
 
-    def set_pages(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """See DecodeGraphs."""
-        if updates:
-            self._board.write(messages.pages(updates))
-        super().set_pages(updates)
+    def pages(self, updates: Sequence[PageUpdate]) -> None:
+        """See StepListener."""
+        self._board.write(messages.pages(updates))
 
-    def start(
-        self,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        is_filtered: bool = False,
-    ) -> RunningStep:
-        """See DecodeGraphs."""
-        self._tell(Kind.STEP, num_sequences, num_rows, capture, is_filtered=is_filtered)
-        return super().start(num_sequences, num_rows, capture, is_filtered)
+    def step(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
+        """See StepListener."""
+        self._send(Kind.STEP, kind, num_sequences, buffers)
 
-    def prepare_two_phase(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
-    ) -> StepKind:
-        """See DecodeGraphs."""
-        kind = self.two_phase_kind(num_sequences, num_rows, capture, with_logprobs)
-        if not self.has_two_phase(kind):
-            self._tell(Kind.PREPARE, num_sequences, num_rows, capture, with_logprobs=with_logprobs)
-        return super().prepare_two_phase(num_sequences, num_rows, capture, with_logprobs)
+    def forward(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
+        """See StepListener."""
+        self._send(Kind.GRAPH_FORWARD, kind, num_sequences, buffers)
 
-    def start_two_phase(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
-    ) -> TwoPhaseStep:
-        """See DecodeGraphs.
+    def prepare(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
+        """See StepListener."""
+        self._send(Kind.PREPARE, kind, num_sequences, buffers)
+
+    def two_phase_step(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
+        """See StepListener.
 
         The other ranks start the choice too, which waits for rank 0's choice on their cards.
         """
-        self.prepare_two_phase(num_sequences, num_rows, capture, with_logprobs)
-        self._tell(Kind.LATE_STEP, num_sequences, num_rows, capture, with_logprobs=with_logprobs)
-        return super().start_two_phase(num_sequences, num_rows, capture, with_logprobs)
+        self._send(Kind.TWO_PHASE_STEP, kind, num_sequences, buffers)
 
-    def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
-        """See DecodeGraphs."""
-        self._tell(Kind.GRAPH_FORWARD, num_sequences, num_rows, capture)
-        return super().forward(num_sequences, num_rows, capture)
+    def mixed(self, rows: Sequence[StepRows], capture: Sequence[int]) -> None:
+        """See StepListener."""
+        self._board.write(messages.mixed(rows, capture))
 
-    def _tell(
-        self,
-        kind: Kind,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        is_filtered: bool = False,
-        with_logprobs: bool = False,
+    def mixed_warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+        """See StepListener."""
+        self._board.write(messages.mixed_warm_up(capture, has_branches))
+
+    def _send(
+        self, message: Kind, kind: StepKind, num_sequences: int, buffers: StepBuffers
     ) -> None:
-        header = messages.header(kind, num_sequences, len(capture))
-        step = messages.packed(STEP, [(num_rows, is_filtered, with_logprobs)])
-        layers = np.asarray(capture, np.int32).tobytes()
-        self._board.write(header + step + layers + self.block(num_sequences).tobytes())
-
-
-class RankedMixedGraphs(MixedGraphs):
-    """Rank 0's captured forwards of steps with prompts, which are sent to the other ranks too."""
-
-    board: Board
-
-    def forward(self, rows: Sequence[StepRows], capture: Sequence[int]) -> ModelOutput:
-        """See MixedGraphs."""
-        self.board.write(messages.mixed(rows, capture))
-        return super().forward(rows, capture)
-
-    def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
-        """See MixedGraphs."""
-        self.board.write(messages.mixed_warm_up(capture, has_branches))
-        super().warm_up(capture, has_branches)
+        header = messages.header(message, num_sequences, len(kind.capture))
+        step = messages.packed(STEP, [(kind.rows, kind.is_filtered, kind.with_logprobs)])
+        layers = np.asarray(kind.capture, np.int32).tobytes()
+        self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
 
 
 def captured(
@@ -154,8 +120,9 @@ def captured(
             one.
     """
     step = DecodeStep(model, kv, attention, sizes.steps, group)
-    graphs = DecodeGraphs(step) if board is None else RankedGraphs(step, board)
-    mixed = (MixedGraphs if board is None else RankedMixedGraphs)(
+    listener = None if board is None else StepSender(board)
+    graphs = DecodeGraphs(step, listener)
+    mixed = MixedGraphs(
         model,
         kv,
         attention,
@@ -163,10 +130,8 @@ def captured(
         max_tree=step.max_rows,
         max_rows=sizes.max_mixed_rows,
         pool=graphs.pool,
+        listener=listener,
     )
-    if board is not None:
-        assert isinstance(mixed, RankedMixedGraphs)
-        mixed.board = board
     return graphs, mixed
 
 
@@ -199,7 +164,7 @@ class GraphFollower:
         self._mixed.close()
 
     def _step(self, kind: Kind, message: bytes) -> None:
-        graphs = self._graphs
+        graphs, buffers = self._graphs, self._graphs.buffers
         [header] = messages.headers(message, messages.HEADER, 1)
         count, num_layers = int(header["num_sequences"]), int(header["num_layers"])
         begin = messages.HEADER.size * WORD
@@ -207,13 +172,13 @@ class GraphFollower:
         begin += STEP.size * WORD
         capture = np.frombuffer(message, np.int32, num_layers, begin).tolist()
         num_rows = int(step["num_rows"])
-        graphs.settle()
-        graphs.records(count)
+        buffers.settle()
+        buffers.records(count)
         self._set_pages()
-        block = graphs.block(count)
+        block = buffers.block(count)
         words = np.frombuffer(message, np.int32, block.size, begin + num_layers * WORD)
         block[:] = words.reshape(block.shape)
-        graphs.upload(count)
+        buffers.upload(count)
         with_logprobs = bool(step["with_logprobs"])
         if kind is Kind.STEP:
             graphs.start(count, num_rows, capture, bool(step["is_filtered"]))
@@ -221,11 +186,11 @@ class GraphFollower:
             graphs.forward(count, num_rows, capture)
             torch.cuda.current_stream().synchronize()
         elif kind is Kind.PREPARE:
-            graphs.prepare_two_phase(count, num_rows, capture, with_logprobs)
+            graphs.two_phase.prepare(count, num_rows, capture, with_logprobs)
         else:
-            two_phase = graphs.start_two_phase(count, num_rows, capture, with_logprobs)
-            graphs.choose_two_phase(two_phase, 0)
+            two_phase = graphs.two_phase.start(count, num_rows, capture, with_logprobs)
+            graphs.two_phase.choose(two_phase, 0)
 
     def _set_pages(self) -> None:
-        self._graphs.set_pages(self._pages)
+        self._graphs.buffers.set_pages(self._pages)
         self._pages = []

@@ -28,7 +28,7 @@ class Kind(IntEnum):
     PAGES = 5  # parts of page tables
     STEP = 6
     PREPARE = 7  # captures a two-phase step
-    LATE_STEP = 8  # a two-phase step
+    TWO_PHASE_STEP = 8  # a two-phase step
     GRAPH_FORWARD = 9
     MIXED = 10  # a forward with prompts
     MIXED_WARM_UP = 11
@@ -240,7 +240,7 @@ def read_gather(message: bytes) -> list[int]:
 
 
 def pages(updates: Sequence[PageUpdate]) -> bytes:
-    """Returns the message for `DecodeGraphs.set_pages`."""
+    """Returns the message for `StepBuffers.set_pages`."""
     records = [(slot, first, len(own)) for slot, first, own in updates]
     arrays = [_ints(own) for _, _, own in updates]
     return header(Kind.PAGES, len(updates)) + packed(PAGES, records) + b"".join(arrays)

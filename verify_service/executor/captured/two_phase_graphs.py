@@ -1,0 +1,140 @@
+"""Two-phase steps as CUDA graphs: the forward is one graph, the choice of tokens another.
+
+Between the two the host sends what depends on the previous outcome, while the forward runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foredraft.models.decoder import ModelOutput
+from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep
+from verify_service.executor.captured.capturing import Capturing, without_logits
+from verify_service.executor.captured.listener import StepListener
+from verify_service.executor.captured.shapes import PaddedShapes
+from verify_service.executor.captured.step import DecodeStep, StepKind
+from verify_service.executor.captured.step_buffers import StepBuffers
+from verify_service.executor.records import STEP
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """Holds the two graphs of a step, and the output of the first."""
+
+    forward: torch.cuda.CUDAGraph
+    choice: torch.cuda.CUDAGraph
+    output: ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class TwoPhaseStep:
+    """Stands for a two-phase step whose forward was started; `TwoPhaseGraphs.choose` starts the
+    rest.
+
+    Attributes:
+        output: Output of the forward, as in `RunningStep`.
+        num_sequences: Number of sequences without padding.
+        turn: Index of the step's buffers.
+        forwarded: Event at the end of the forward.
+    """
+
+    kind: StepKind
+    output: ModelOutput
+    num_sequences: int
+    turn: int
+    forwarded: torch.cuda.Event
+
+
+class TwoPhaseGraphs:
+    """Captures and replays two-phase steps.
+
+    Args:
+        step: The computation that is captured.
+        shapes: Shapes that steps are padded to.
+        buffers: Buffers of all steps of this computation.
+        capturing: Captures the graphs.
+        listener: Hears of every step; None for nobody.
+
+    Attributes:
+        tables: Tables of such steps, which adjust logits.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        shapes: PaddedShapes,
+        buffers: StepBuffers,
+        capturing: Capturing,
+        listener: StepListener | None = None,
+    ) -> None:
+        self._step, self._shapes, self._buffers = step, shapes, buffers
+        self._capturing, self._listener = capturing, listener
+        self.tables = step.two_phase
+        self._graphs: dict[StepKind, _Graphs] = {}
+        self._forwarded = [torch.cuda.Event() for _ in range(UNDER_WAY)]
+
+    def send_trees(self) -> None:
+        """Copies the present trees of a draft to the host, for that step's `tables.trees`.
+
+        Call it after `StepBuffers.records`.
+        """
+        self.tables.send_trees(self._buffers.turn, self._step.trees)
+
+    def prepare(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> StepKind:
+        """Captures the graphs of `start`, unless they exist.
+
+        Call it before the stream waits for a draft: capturing waits for the stream, so nothing
+        could end that wait.
+        """
+        batch = self._shapes.batch_size(num_sequences)
+        kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
+        if kind not in self._graphs:
+            if self._listener is not None:
+                self._listener.prepare(kind, num_sequences, self._buffers)
+            self._buffers.upload(num_sequences)
+            self._graphs[kind] = self._capture(kind)
+            self._buffers.upload(num_sequences)  # capturing has changed the records
+        return kind
+
+    def start(
+        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+    ) -> TwoPhaseStep:
+        """Starts the forward of a step on the records that were sent."""
+        kind = self.prepare(num_sequences, num_rows, capture, with_logprobs)
+        if self._listener is not None:
+            self._listener.two_phase_step(kind, num_sequences, self._buffers)
+        graphs, turn = self._graphs[kind], self._buffers.turn
+        graphs.forward.replay()
+        forwarded = self._forwarded[turn]
+        forwarded.record()
+        return TwoPhaseStep(kind, graphs.output, num_sequences, turn, forwarded)
+
+    def choose(self, step: TwoPhaseStep, num_masks: int) -> RunningStep:
+        """Starts the rest of the newest step: adjusted logits, sampling, walk and commit.
+
+        Args:
+            num_masks: Number of rows of `tables.masks` that are filled in.
+        """
+        graphs = self._graphs[step.kind]
+        self.tables.upload_masks(step.turn, num_masks)
+        graphs.choice.replay()
+        return self._buffers.download(step.kind, step.num_sequences, graphs.output)
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        self._graphs.clear()
+
+    def _capture(self, kind: StepKind) -> _Graphs:
+        def run() -> None:
+            # This run must not count tokens of sequences, and has no masks.
+            self._step.inputs[: kind.batch, [STEP["mask"], STEP["adjusted"]]] = 0
+            self._step.choose(kind, self._step.forward(kind))
+
+        self._capturing.run_aside(run)
+        forward_graph, forward = self._capturing.capture(lambda: self._step.forward(kind))
+        choice_graph, _ = self._capturing.capture(lambda: self._step.choose(kind, forward))
+        # The second follows the first at once, so nothing overwrites the logits between them.
+        return _Graphs(forward_graph, choice_graph, without_logits(forward.output))
