@@ -1,4 +1,4 @@
-"""One attach of a draft: what the draft knows, and each step's exchange with it.
+"""The engine's side of a draft in another process: each step's exchange with it.
 
 A message has the committed tokens, and the answer has trees. On one GPU a message may instead name
 the rows on the device that take the running step's tokens, where the draft writes its trees too.
@@ -6,7 +6,7 @@ the rows on the device that take the running step's tokens, where the draft writ
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,6 @@ import torch
 from foredraft.errors import DraftError
 from foredraft.transport.device_exchange import DeviceExchange
 from foredraft.transport.rows import ArenaError
-from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.drafts.arena import Arena, Exchange
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
@@ -23,6 +22,7 @@ from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
+from verify_service.drafts.remote_trees import RemoteTrees
 from verify_service.drafts.sync import StepFacts, Sync, decide
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.drafts.wire import DraftWire, tree_limits
@@ -57,58 +57,13 @@ class DraftSettings:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteTrees:
-    """`DeviceTrees` of a step that was sent to a draft in another process.
+class RemoteDraft:
+    """A `DraftProxy` over a connection, which reconnects by itself.
 
-    Attributes:
-        client: Connection to the draft.
-        epoch: Number of the attach that the step belongs to.
-        messages: Messages of the attach.
-        exchange: Memory that the draft writes its trees to.
-        step: Number of the step.
-        on_lost: Called with the reason if the draft is dropped.
-    """
-
-    client: DraftClient
-    epoch: int
-    messages: SyncMessages
-    exchange: DeviceExchange
-    step: int
-    on_lost: Callable[[DraftError], None]
-
-    def fetch(self, trees: torch.Tensor) -> None:
-        """See `DeviceTrees`. Entries beyond this draft's largest tree are set to no node."""
-        self.exchange.wait_trees(self.step)
-        own = self.exchange.trees[: len(trees)]
-        num_nodes = own.shape[2]
-        if num_nodes < trees.shape[2]:
-            trees[:, 1, num_nodes:].fill_(NO_PARENT)
-            trees = trees[:, :, :num_nodes]
-        trees.copy_(own)
-
-    def followed(self, sequence: RequestSequence, start: int) -> None:
-        """See `DeviceTrees`."""
-        self.messages.followed(sequence, start)
-
-    def is_late(self, waiting: float) -> bool:
-        """See `DeviceTrees`."""
-        return self.client.epoch != self.epoch or waiting > self.client.step_timeout
-
-    def abandon(self) -> None:
-        """See `DeviceTrees`."""
-        self.exchange.release(self.step)
-        if self.client.epoch == self.epoch:
-            self.on_lost(self.client.drop("its trees did not come in time"))
-
-
-class Session:
-    """One attach of a draft. Another attach has another session.
-
-    Methods that send or receive raise DraftError or ArenaError if the draft is lost.
+    What it knows of sequences belongs to one attach: `refresh` begins anew for another.
 
     Args:
-        epoch: Number of the attach; 0 while there is none.
+        name: Algorithm of the draft where there are several drafts, else empty.
         client: Connection to the draft.
         arena: Memory for hidden states.
         pool: The verifier's pages.
@@ -116,35 +71,47 @@ class Session:
         metrics: Metrics of the draft.
 
     Attributes:
-        epoch: Number of the attach.
-        capabilities: Capabilities of the draft.
-        hidden: Hidden states for a draft that reads them, else None.
+        name: The argument of this name.
+        depth: Number of levels of the deepest tree.
+        capabilities: Capabilities of the draft of the current attach.
         lag: `SyncMessages.lag` itself, since every step calls it for each sequence.
     """
 
     def __init__(
         self,
-        epoch: int,
+        name: str,
         client: DraftClient,
         arena: Arena,
         pool: PagePool,
         settings: DraftSettings,
         metrics: SpeculationMetrics,
     ) -> None:
-        info = client.info if epoch else None
-        exchange = arena.exchange(epoch) if epoch else None
-        marks = DraftMarks(pool)
-        self.epoch = epoch
-        self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
-        self.hidden = _hidden_states(exchange, marks, pool.page_size, settings)
-        self._client = client
+        self.name = name
+        self.depth = settings.tree_shape[0]
+        self._client, self._arena, self._pool = client, arena, pool
         self._settings, self._metrics = settings, metrics
+        self._is_suspended, self._keeps_states = False, True
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        """Begins an attach, of which nothing was sent yet.
+
+        Args:
+            epoch: Number of the attach; 0 while there is none.
+        """
+        client, settings, pool = self._client, self._settings, self._pool
+        info = client.info if epoch else None
+        exchange = self._arena.exchange(epoch) if epoch else None
+        marks = DraftMarks(pool)
+        self._epoch = epoch
+        self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
+        self._hidden = hidden = _hidden_states(exchange, marks, pool.page_size, settings)
         self._device = exchange.device if exchange is not None else None
         self._messages = SyncMessages(
             marks,
             pool.page_size,
             settings.scope,
-            self.hidden,
+            hidden,
             self.capabilities.uses_pages,
             settings.number,
         )
@@ -152,21 +119,42 @@ class Session:
         self._ahead = DraftAhead()  # trees that a draft without cost makes while the target runs
         self._released: set[int] = set()  # slots that the draft does not know to be free yet
         on_tree = self._ahead.keep if self.capabilities.is_free else None
-        self._wire = DraftWire(client, epoch, settings.vocab_size, metrics, self.hidden, on_tree)
+        self._wire = DraftWire(client, epoch, settings.vocab_size, self._metrics, hidden, on_tree)
+
+    # `DraftProxy` describes the methods.
+
+    @property
+    def epoch(self) -> int:
+        """See `DraftProxy`."""
+        return self._client.epoch
+
+    @property
+    def is_stale(self) -> bool:
+        """See `DraftProxy`."""
+        return self._client.epoch != self._epoch
 
     @property
     def usual_seconds(self) -> float:
-        """Seconds that an answer usually takes; 0 while unknown."""
+        """See `DraftProxy`."""
         return self._wire.usual_seconds
 
-    @property
-    def must_sync(self) -> bool:
-        """Whether the draft must be synced now, since its hidden states take much memory."""
-        if self.hidden is None or self._device is not None:
-            return False
-        return self.hidden.kept_bytes > MOST_KEPT
+    def refresh(self) -> None:
+        """See `DraftProxy`."""
+        epoch = self._client.epoch
+        if epoch != self._epoch:
+            self._begin(epoch)
 
-    def lost(self, error: DraftError | ArenaError) -> None:
+    def suspend(self, is_suspended: bool, keeps_states: bool = True) -> None:
+        """See `DraftProxy`."""
+        if self._keeps_states and not keeps_states and self._hidden is not None:
+            self._hidden.drop_all()
+        self._is_suspended, self._keeps_states = is_suspended, keeps_states
+
+    def close(self) -> None:
+        """See `DraftProxy`."""
+        self._client.close()
+
+    def _lost(self, error: DraftError | ArenaError) -> None:
         """Records that the draft is lost and will not answer."""
         name = self._metrics.algorithm
         logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
@@ -176,43 +164,64 @@ class Session:
     # Sequences.
 
     def release(self, slots: Iterable[int]) -> None:
-        """Records that sequences have released slots."""
+        """See `DraftProxy`."""
         self._released.update(slots)
 
     def forget(self, sequence: RequestSequence) -> None:
-        """Drops the state of a sequence that has ended."""
+        """See `DraftProxy`."""
         self._messages.forget(sequence)
         self._ahead.forget(sequence.request_id)
-        if self.hidden is not None:
-            self.hidden.drop(sequence)
+        if self._hidden is not None:
+            self._hidden.drop(sequence)
 
     def preempted(self, sequence: RequestSequence) -> None:
-        """Records that a sequence has lost its pages."""
-        if self.hidden is not None:
-            self.hidden.drop(sequence)
+        """See `DraftProxy`."""
+        if self._hidden is not None:
+            self._hidden.drop(sequence)
         self._messages.preempted(sequence)
+
+    def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
+        """See `DraftProxy`. While drafting is suspended, no part of a prefix is computed again."""
+        if self._is_suspended or self._hidden is None:
+            return len(pages) * self._pool.page_size
+        return self._hidden.usable_prefix(sequence, pages)
+
+    # Hidden states.
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """See `DraftProxy`."""
+        return self._hidden if self._keeps_states else None
+
+    @property
+    def must_sync(self) -> bool:
+        """See `DraftProxy`."""
+        if self._hidden is None or self._device is not None:
+            return False
+        return self._hidden.kept_bytes > MOST_KEPT
 
     # Steps that the host begins.
 
-    def ask(
-        self,
-        requests: Sequence[DraftRequest],
-        extending: Sequence[RequestSequence],
-        is_suspended: bool,
-    ) -> None:
-        """Sends the committed tokens, and requests trees.
+    def ask(self, requests: Sequence[DraftRequest], extending: Sequence[RequestSequence]) -> None:
+        """See `DraftProxy`.
 
         For requests that the step verifies, it may wait for room in the arena. For trials it does
         not wait, and requests none while an earlier trial is unanswered.
         """
-        wire, is_free = self._wire, self.capabilities.is_free
-        wire.requests.begin()
-        if self.epoch == 0:
+        self._wire.requests.begin()
+        if self._epoch == 0:
             self._released.clear()
             return
+        try:
+            self._ask(requests, extending)
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+
+    def _ask(self, requests: Sequence[DraftRequest], extending: Sequence[RequestSequence]) -> None:
+        wire, is_free = self._wire, self.capabilities.is_free
         wanted = [one for one in requests if one.max_nodes]
         step = StepFacts(
-            is_suspended=is_suspended,
+            is_suspended=self._is_suspended,
             must_sync=self.must_sync,
             is_free=is_free,
             follows=self._device is not None,
@@ -237,30 +246,43 @@ class Session:
             DRAFTS_AHEAD.inc()
 
     def collect(self) -> Mapping[int, Drafted]:
-        """Waits for the proposals that will be verified; returns them by request id."""
-        return self._wire.collect()
+        """See `DraftProxy`."""
+        try:
+            return self._wire.collect()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return {}
 
     def has_tried(self) -> bool:
-        """Returns, without waiting, whether the answers to all trials have come."""
-        return self._wire.try_drain()
+        """See `DraftProxy`."""
+        try:
+            return self._wire.try_drain()
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return True
 
     def take_trials(self) -> list[Trial]:
-        """Returns the trials that have been answered since the last call."""
+        """See `DraftProxy`."""
+        self.has_tried()
         return self._wire.requests.take_trials()
 
     # Steps that follow one another on the device.
 
     def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
-        """Returns whether the draft can take the sequences' next tokens from the device."""
+        """See `DraftProxy`."""
         return self._device is not None and all(map(self._messages.can_follow, sequences))
 
-    def follow(self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome) -> RemoteTrees:
-        """Lets the draft continue on the device, behind the target's running step.
+    def follow(
+        self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome
+    ) -> RemoteTrees | None:
+        """See `DraftProxy`."""
+        try:
+            return self._follow(requests, outcome)
+        except (DraftError, ArenaError) as error:
+            self._lost(error)
+            return None
 
-        Args:
-            requests: Sequences of the next step.
-            outcome: Outcome of the running step, on the device.
-        """
+    def _follow(self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome) -> RemoteTrees:
         exchange, wire, messages = self._device, self._wire, self._messages
         assert exchange is not None
         self._begin_message()
@@ -274,11 +296,11 @@ class Session:
         wire.send(is_on_device=True)  # first, so that it travels while work is put on the device
         rows, index = None, outcome.index
         if exchange.rows is not None:
-            assert self.hidden is not None
-            rows, index = self.hidden.handed(outcome.output, outcome.index)
+            assert self._hidden is not None
+            rows, index = self._hidden.handed(outcome.output, outcome.index)
         hand_over(outcome.accepted, index, rows, exchange.accepted, exchange.rows)
         exchange.publish(wire.step)
-        return RemoteTrees(self._client, self.epoch, messages, exchange, wire.step, self.lost)
+        return RemoteTrees(self._client, self._epoch, messages, exchange, wire.step, self._lost)
 
     def _begin_message(self, is_awaited: bool = True) -> None:
         """Begins an empty message, which releases slots.
@@ -304,7 +326,7 @@ class Session:
             requests: All sequences that decode.
             extending: Sequences whose prompts are computed.
         """
-        messages, wire, hidden = self._messages, self._wire, self.hidden
+        messages, wire, hidden = self._messages, self._wire, self._hidden
         wanted = [one.sequence for one in requests if one.max_nodes]
         are_all_kept = hidden is None or all(
             hidden.run(one.sequence) is not None for one in requests
@@ -337,7 +359,7 @@ class Session:
         # The budget is at least what a step commits, or the last sequences would never catch up.
         message, num_tokens = self._messages.message(sequence, max(budget, steps + 1))
         # A draft that reads hidden states proposes after the last one that it is given.
-        may_ask = num_tokens > 0 or self.hidden is None
+        may_ask = num_tokens > 0 or self._hidden is None
         is_asked = one.max_nodes > 0 and may_ask and self._messages.has_caught_up(sequence)
         if not (num_tokens or is_asked or message.HasField("begin")):
             return 0

@@ -168,7 +168,7 @@ def test_steps_that_copy_wait_for_nothing(
     assert DRAFTS_AHEAD._value.get() > before
     assert 0 < widest <= 11
     ngram.check_nothing_left()
-    assert not ngram.engine._drafts.each[0]._session._ahead._kept
+    assert not ngram.engine._drafts.each[0]._ahead._kept
 
 
 def test_a_kill_while_answers_are_under_way_changes_nothing(target: Path, ngram: Harness) -> None:

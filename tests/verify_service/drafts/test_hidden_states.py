@@ -95,7 +95,7 @@ def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPa
     with engine_with(drafter, target, **FLAGS) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     assert EagerAhead.num_ahead > 10
     assert drafter.check(target) > 500
 
@@ -129,7 +129,7 @@ def test_rows_of_prompts_behind_running_steps(
     with engine_with(drafter, target, **FLAGS | {"max_running_requests": 4}) as harness:
         run(harness, drafter, work)
         harness.check_nothing_left()
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     assert len(behind) > 3
     assert drafter.check(target) > 500
 
@@ -150,7 +150,7 @@ def test_under_pressure(target: Path, temperature: float) -> None:
         harness.check_nothing_left()
         run(harness, drafter, work)
         harness.check_nothing_left()
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     assert drafter.check(target) > 10_000
     assert all(view.start == 0 for view in drafter.views), "a hole, though no draft was lost"
     assert drafter.num_attaches == 1
@@ -197,7 +197,7 @@ def test_64_mb_pass_through_a_16_mb_arena(tmp_path: Path) -> None:
     with engine_with(drafter, path, **flags) as harness:
         harness.wait_for_draft()
         results = harness.run(work)
-        arena = harness.engine._drafts.each[0]._session.hidden.writer.arena
+        arena = harness.engine._drafts.each[0]._hidden.writer.arena
         assert arena.size <= (16 << 20) + 4096
     drafter.texts = [job.prompt + r.tokens for job, r in zip(work, results, strict=True)]
     assert drafter.check(path) * 2048 * 4 > 64 << 20
@@ -211,7 +211,7 @@ def test_nothing_is_captured_for_drafts_that_read_nothing(target: Path) -> None:
         harness.wait_for_draft()
         harness.run(jobs(2))
         assert harness.engine._drafts.capture is None
-        assert harness.engine._drafts.each[0]._session.hidden is None
+        assert harness.engine._drafts.each[0]._hidden is None
 
 
 @pytest.mark.parametrize(

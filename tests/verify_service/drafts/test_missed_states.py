@@ -18,7 +18,7 @@ from testing.stack import eventually
 from verify_service.controller.messages import Plan
 from verify_service.drafts import session, sync
 from verify_service.drafts.arena import Exchange
-from verify_service.drafts.session import Session
+from verify_service.drafts.session import RemoteDraft
 from verify_service.engine.tree_sizes import TreeSizes
 
 
@@ -118,7 +118,7 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
         limit = engine._sizes.limit
         engine._sizes.limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
         run(harness, drafter, work)
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]
     assert len(told) < 50  # of more than 80 steps
     assert drafter.check(target) > 1000
@@ -150,7 +150,7 @@ def test_a_suspended_draft_is_told_nothing_until_it_is_asked(
         if not is_suspended:
             return whole
         if rng.random() < drops:
-            self._each[0]._session.hidden.drop_all()
+            self._each[0]._hidden.drop_all()
         tried = rng.randrange(len(sequences)) if sequences and rng.random() < 0.1 else -1
         return Plan([n * (i == tried) for i, n in enumerate(whole.nodes)], 1)
 
@@ -161,7 +161,7 @@ def test_a_suspended_draft_is_told_nothing_until_it_is_asked(
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 50}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]
     if kept_bytes > 1 << 20:
         assert len(told) < 0.6 * num_suspended
@@ -184,17 +184,17 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
         is_plain = rng.random() < (0.9 if other_rows else 0.3) or is_suspended
         return Plan([0] * len(whole.nodes), 1) if is_plain else whole
 
-    def note(self: Session, step: sync.StepFacts, *args: Any) -> None:
+    def note(self: RemoteDraft, step: sync.StepFacts, *args: Any) -> None:
         usual(self, step, *args)
         told.append((step.has_prompts, step.has_requests, len(self._wire._request.sequences)))
 
-    usual = Session._sync
+    usual = RemoteDraft._sync
     work = jobs(40, num_new=30)
     drafter = HiddenDrafter(WIDTH, weight_bytes=1)
     drafter.texts = texts(target, work)
     monkeypatch.setattr(Exchange, "device", as_on_a_gpu)
     monkeypatch.setattr(TreeSizes, "plan", spared)
-    monkeypatch.setattr(Session, "_sync", note)
+    monkeypatch.setattr(RemoteDraft, "_sync", note)
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 60}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()

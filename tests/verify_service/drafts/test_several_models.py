@@ -96,7 +96,7 @@ def test_each_gets_what_is_its_own_under_pressure(
             assert sum(result.finish.preemptions for result in results) > 0
             harness.check_nothing_left()
         drafts = harness.engine._drafts
-        hidden = [one._session.hidden for one in drafts.each]
+        hidden = [one._hidden for one in drafts.each]
         assert [one and one._runs for one in hidden] == [{}, {}, None]
     for drafter in drafters:
         assert drafter.check(target) > 2000

@@ -13,8 +13,7 @@ from foredraft.types import SamplingParams
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.remote_draft import RemoteDraft
-from verify_service.drafts.session import DraftSettings
+from verify_service.drafts.session import DraftSettings, RemoteDraft
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.executor.base import (
@@ -164,7 +163,7 @@ def test_all_that_came_is_there_when_it_is_asked_for() -> None:
     made = engine(3, True)
     for _ in range(100):
         made._steps.run()
-    hidden = made._drafts.each[0]._session.hidden  # type: ignore[attr-defined]
+    hidden = made._drafts.each[0]._hidden  # type: ignore[attr-defined]
     assert hidden._runs == {}  # nobody has asked
     for sequence in made._scheduler.running:
         run = hidden.run(sequence)
