@@ -16,6 +16,7 @@ from verify_service.drafts.arena import Exchange
 from verify_service.drafts.hidden_state_buffer import HiddenStateBuffer, select_rows
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import MERGE_STEPS, Run
+from verify_service.drafts.settings import DraftSettings
 from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.request import Status
 from verify_service.scheduler.step_plan import PrefillChunk
@@ -44,14 +45,10 @@ class HiddenStates:
     Args:
         exchange: The exchange region, and the hidden states that the draft reads.
         marks: Marks of the pages that hold complete draft KV.
-        page_size: Tokens per page.
-        refill_tokens: Maximum number of cached tokens that are computed again, to fill pages that
-            the draft has lost.
-        reader: Number of the draft, where there are several.
+        settings: Settings of the draft.
         most_kept: Maximum bytes of rows; all rows are dropped beyond it.
 
     Attributes:
-        reader: Number of the draft.
         layers: Layers to capture; empty for the state after the final norm.
         writer: Writer of the rows that are sent.
         fusion: Projects rows before they are sent; None where they are sent as they are.
@@ -61,18 +58,15 @@ class HiddenStates:
         self,
         exchange: Exchange,
         marks: DraftMarks,
-        page_size: int,
-        refill_tokens: int,
-        reader: int = 0,
+        settings: DraftSettings,
         most_kept: float = math.inf,
     ) -> None:
-        self.reader = reader
         self.layers = exchange.layers or ()
         self.writer = exchange.writer
         self.fusion = exchange.fusion
         self._marks = marks
-        self._page_size = page_size
-        self._refill_tokens = refill_tokens
+        self._page_size = marks.page_size
+        self._number, self._refill_tokens = settings.number, settings.refill_tokens
         self._most_kept = most_kept
         self._runs: dict[int, Run] = {}
         self._steps = HiddenStateBuffer()  # rows that follow the runs' own
@@ -265,7 +259,7 @@ class HiddenStates:
         """Returns the first slot that the draft can attend to, once it has all rows of `run`."""
         if run.start % self._page_size:
             return run.start
-        return self._whole_pages_from(sequence.pages, run.start // self._page_size)
+        return self._marks.valid_from(sequence.pages, run.start // self._page_size)
 
     def sent(self, run: Run) -> None:
         """Drops the rows of a run after all of them have been sent to the draft.
@@ -286,20 +280,12 @@ class HiddenStates:
         if not will_draft:
             return hit
         self._settle()
-        start = self._whole_pages_from(pages, len(pages))
+        start = self._marks.valid_from(pages, len(pages))
         if start == 0 or hit - start >= self._refill_tokens:
             return hit
-        num_valid = 0
-        while self._marks.is_valid(pages[num_valid]):
-            num_valid += 1
+        num_valid = self._marks.valid_prefix(pages)
         refilled = self._refill_tokens // self._page_size * self._page_size
         return max(num_valid * self._page_size, hit - refilled)
-
-    def _whole_pages_from(self, pages: Sequence[int], end: int) -> int:
-        """Returns the first position of the consecutive pages with draft KV before entry `end`."""
-        while end and self._marks.is_valid(pages[end - 1]):
-            end -= 1
-        return end * self._page_size
 
     def _begin(self, sequence: RequestSequence, start: int) -> Run:
         self._drop_run(sequence)
@@ -320,7 +306,7 @@ class HiddenStates:
             page = sequence.pages[i]
             if self._marks.is_valid(page):
                 continue
-            if i >= sequence.pages_changed_for(self.reader):
+            if i >= sequence.pages_changed_for(self._number):
                 resend = max(i * size, run.start)
                 if resend < run.first:
                     return False

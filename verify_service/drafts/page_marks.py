@@ -12,10 +12,14 @@ class DraftMarks:
     """Holds a mark for each page that the draft of one attach has filled.
 
     A mark ends when its page is allocated again.
+
+    Attributes:
+        page_size: Number of tokens of a page.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        self.page_size = pool.page_size
         self._generations = array("q", [_NEVER]) * pool.num_pages
 
     def mark(self, page: int) -> None:
@@ -36,3 +40,11 @@ class DraftMarks:
             if not self.is_valid(page):
                 return i
         return len(pages)
+
+    def valid_from(self, pages: Sequence[int], end: int) -> int:
+        """Returns the first position of the consecutive pages that the draft can use before entry
+        `end` of a page table.
+        """
+        while end and self.is_valid(pages[end - 1]):
+            end -= 1
+        return end * self.page_size

@@ -7,7 +7,6 @@ the rows on the device that take the running step's tokens, where the draft writ
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,6 +22,7 @@ from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
 from verify_service.drafts.remote_trees import RemoteTrees
+from verify_service.drafts.settings import DraftSettings
 from verify_service.drafts.sync import StepFacts, Sync, decide
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.drafts.wire import DraftWire, tree_limits
@@ -36,25 +36,6 @@ from verify_service.scheduler.request import Sequence as RequestSequence
 MOST_KEPT, KEPT_SHARE = 128 << 20, 0.01
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftSettings:
-    """Settings of a draft from the configuration.
-
-    Attributes:
-        vocab_size: Number of the target's tokens.
-        tree_shape: (steps, topk) of the largest tree.
-        scope: "request", "key" or "server": requests that share text for drafting.
-        refill_tokens: Maximum number of tokens per step that a draft with KV catches up on.
-        number: Number of the draft, where there are several.
-    """
-
-    vocab_size: int
-    tree_shape: tuple[int, int]
-    scope: str
-    refill_tokens: int
-    number: int = 0
 
 
 class RemoteDraft:
@@ -99,22 +80,15 @@ class RemoteDraft:
         Args:
             epoch: Number of the attach; 0 while there is none.
         """
-        client, settings, pool = self._client, self._settings, self._pool
+        client, settings = self._client, self._settings
         info = client.info if epoch else None
         exchange = self._arena.exchange(epoch) if epoch else None
-        marks = DraftMarks(pool)
+        marks = DraftMarks(self._pool)
         self._epoch = epoch
         self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
-        self._hidden = hidden = _hidden_states(exchange, marks, pool.page_size, settings)
+        self._hidden = hidden = _hidden_states(exchange, marks, settings)
         self._device = exchange.device if exchange is not None else None
-        self._messages = SyncMessages(
-            marks,
-            pool.page_size,
-            settings.scope,
-            hidden,
-            self.capabilities.uses_pages,
-            settings.number,
-        )
+        self._messages = SyncMessages(marks, settings, hidden, self.capabilities.uses_pages)
         self.lag = self._messages.lag
         self._ahead = DraftAhead()  # trees that a draft without cost makes while the target runs
         self._released: set[int] = set()  # slots that the draft does not know to be free yet
@@ -377,14 +351,12 @@ class RemoteDraft:
 
 
 def _hidden_states(
-    exchange: Exchange | None, marks: DraftMarks, page_size: int, settings: DraftSettings
+    exchange: Exchange | None, marks: DraftMarks, settings: DraftSettings
 ) -> HiddenStates | None:
     """Creates the hidden states of a draft that reads them; None for other drafts."""
     if exchange is None or exchange.layers is None:
         return None
-    number, refill_tokens = settings.number, settings.refill_tokens
-    most_kept = _most_kept(exchange.device)
-    return HiddenStates(exchange, marks, page_size, refill_tokens, number, most_kept)
+    return HiddenStates(exchange, marks, settings, _most_kept(exchange.device))
 
 
 def _most_kept(device: DeviceExchange | None) -> float:

@@ -8,6 +8,7 @@ from foredraft.rpc.sampling import fill_sampling
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import Run
+from verify_service.drafts.settings import DraftSettings
 from verify_service.drafts.sync import PATIENCE, SequenceFacts
 from verify_service.scheduler.request import Sequence as RequestSequence
 
@@ -38,28 +39,23 @@ class SyncMessages:
 
     Args:
         marks: Marks of the pages that hold complete draft KV.
-        page_size: Tokens per page.
-        scope: "request", "key" or "server": requests that share text for drafting.
+        settings: Settings of the draft.
         hidden: Hidden states for a draft that reads them, else None.
         uses_pages: Whether the draft keeps KV on the verifier's pages.
-        reader: Number of the draft, where there are several.
     """
 
     def __init__(
         self,
         marks: DraftMarks,
-        page_size: int,
-        scope: str,
+        settings: DraftSettings,
         hidden: HiddenStates | None,
         uses_pages: bool,
-        reader: int = 0,
     ) -> None:
         self._marks = marks
-        self._page_size = page_size
-        self._scope = scope
+        self._page_size = marks.page_size
+        self._scope, self._number = settings.scope, settings.number
         self._hidden = hidden
         self._uses_pages = uses_pages
-        self._reader = reader
         self._synced: dict[int, Synced] = {}
 
     def synced(self, sequence: RequestSequence) -> Synced:
@@ -136,7 +132,7 @@ class SyncMessages:
             return False
         if self._hidden is not None:
             return synced.run is not None and synced.run is self._hidden.run(sequence)
-        return sequence.pages_changed_for(self._reader) >= synced.num_pages
+        return sequence.pages_changed_for(self._number) >= synced.num_pages
 
     def on_device(
         self, sequence: RequestSequence, row: int, propose: draft_pb2.TreeLimits | None
@@ -259,8 +255,8 @@ class SyncMessages:
 
     def _changed_from(self, sequence: RequestSequence) -> int:
         """Returns the first entry of the page table that has changed since the last call."""
-        changed = sequence.pages_changed_for(self._reader)
-        sequence.pages_seen_by(self._reader)
+        changed = sequence.pages_changed_for(self._number)
+        sequence.pages_seen_by(self._number)
         return changed
 
     def _replace_pages(self, sequence: RequestSequence, synced: Synced) -> None:

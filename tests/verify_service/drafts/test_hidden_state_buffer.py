@@ -15,11 +15,13 @@ from foredraft.types import SamplingParams
 from verify_service.drafts import hidden_state_buffer, hidden_states
 from verify_service.drafts.hidden_states import CommittedRows, HiddenStates
 from verify_service.drafts.page_marks import DraftMarks
+from verify_service.drafts.settings import DraftSettings
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.step_plan import PrefillChunk
 
 PAGE, NUM_PAGES = 4, 400
+SETTINGS = DraftSettings(128, (3, 1), "request", 100)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ class Twin:
     def __init__(self, pool: PagePool, most_kept: float = math.inf) -> None:
         self.marks = DraftMarks(pool)
         exchange: Any = SimpleNamespace(layers=(), writer=None, fusion=None)
-        self.hidden = HiddenStates(exchange, self.marks, PAGE, 100, most_kept=most_kept)
+        self.hidden = HiddenStates(exchange, self.marks, SETTINGS, most_kept)
 
     def state(self, sequence: Sequence) -> tuple[object, ...]:
         """All that a draft could be told of a sequence, and which of its pages it could use."""

@@ -7,6 +7,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from testing.drafts import attach_request
 from verify_service.drafts.page_marks import DraftMarks
+from verify_service.drafts.settings import DraftSettings
 from verify_service.drafts.sync_messages import SyncMessages, split_message
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.request import Sequence, Status
@@ -24,7 +25,8 @@ class Told:
 
     def attach(self) -> None:
         self.marks = DraftMarks(self._pool)
-        self.messages = SyncMessages(self.marks, PAGE, self._scope, None, uses_pages=True)
+        settings = DraftSettings(128, (3, 2), self._scope, 100)
+        self.messages = SyncMessages(self.marks, settings, None, uses_pages=True)
         self.draft = PagedSequences(attach_request(num_pages=NUM_PAGES), (3, 2, 7))
 
     def tell(self, one: Sequence, budget: int = 100) -> draft_pb2.SequenceStep:

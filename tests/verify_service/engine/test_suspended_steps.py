@@ -13,7 +13,8 @@ from foredraft.types import SamplingParams
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.session import DraftSettings, RemoteDraft
+from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.settings import DraftSettings
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
 from verify_service.executor.base import (
