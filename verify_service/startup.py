@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE
-from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from verify_service.attach.links import (
     DraftLink,
@@ -26,9 +24,7 @@ from verify_service.attach.links import (
     tree_limits_of,
 )
 from verify_service.controller.controller import Controller
-from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import DraftKind
-from verify_service.controller.tables import RowTable, Table
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.self_test import SelfTest, built_in_prompts
@@ -41,7 +37,6 @@ from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.choice import RankedSampler
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
-from verify_service.executor.timing import best_of_rounds, without_waits
 from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
@@ -51,6 +46,7 @@ from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.sizes import chunk_size, max_decode_delay
 from verify_service.target import Target, load_share
+from verify_service.target_costs import measured_costs
 from verify_service.warm_up import reach_of, warm_up
 
 if TYPE_CHECKING:  # needs triton
@@ -59,7 +55,6 @@ if TYPE_CHECKING:  # needs triton
 logger = logging.getLogger(__name__)
 
 CPU_PAGE_SIZE, GPU_PAGE_SIZE = 32, 16
-MEASURED_ROWS = (1, 2, 3, 4, 8, 16, 32)
 
 
 def load_target(config: VerifyConfig) -> Target:
@@ -104,127 +99,36 @@ def build_engine(
     """
     config = with_tree_defaults(config, target.model.config.architecture)
     tree_limits = tree_limits_of(links, config)
-    # A draft that has not answered yet will be verified all the same.
-    max_rows = tree_limits[2] if links else 1
-    model_config, device = target.model.config, target.device
-    context_length = config.context_length or model_config.max_position_embeddings
-    if context_length > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"--context-length {context_length} is more than the model's "
-            f"{model_config.max_position_embeddings} positions"
-        )
-    page_size = config.page_size or (CPU_PAGE_SIZE if device.type == "cpu" else GPU_PAGE_SIZE)
-    draft_bytes = page_size * sum(
-        info.kv_bytes_per_token for info in neighbours(config, target, links)
-    )
-    kv_dtype = kv_type(config, target.dtype)
-    ranks, num_kv_heads = target.ranks, target.model.num_kv_heads
-    # Bytes of this rank's key and value heads only.
-    whole_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
-    target_bytes = whole_bytes * num_kv_heads // model_config.num_kv_heads
-    pages = num_pages(
-        page_size=page_size,
-        bytes_per_page=target_bytes + draft_bytes,
-        budget_bytes=kv_budget(
-            config,
-            target,
-            links,
-            step_limits(config, target, links, tree_limits, context_length, page_size),
-        ),
-        max_total_tokens=config.max_total_tokens,
-        max_useful_tokens=config.max_running_requests * (context_length + page_size),
-    )
-    limits = EngineLimits(
-        vocab_size=model_config.vocab_size,
-        context_length=context_length,
-        num_pages=pages,
-        page_size=page_size,
-        max_running_requests=config.max_running_requests,
-        eos_token_ids=frozenset(model_config.eos_token_ids),
-        max_nodes=max_rows - 1,
-    )
-    # The scratch page takes what padding rows of captured steps write.
-    scratch = 0 if device.type == "cpu" else 1
-    scales = kv_scales(config, target.model, kv_dtype)
-    pool_flag = "--mem-fraction-static" if config.max_total_tokens is None else "--max-total-tokens"
-    with explained("the KV cache", pool_flag):
-        kv = PagedKV.for_model(
-            model_config, pages, page_size, kv_dtype, device, scratch, scales, num_kv_heads
-        )
-    runner = ModelRunner(target.model, kv, target.attention)
-    if ranks is not None:
-        sizes = None
-        if device.type == "cuda" and not config.disable_cuda_graph:
-            simulates = config.simulate_accept_length is not None
-            sizes = _graph_sizes(config, limits, links, simulates, device)
-        numbers = [] if sizes is None else sizes.numbers
-        ranks.board.write(messages.setup((pages, page_size, scratch), numbers))
-        runner = RankedRunner(target.model, kv, target.attention, ranks)
-    pool = PagePool(pages, page_size)
+    limits = _size_memory(config, target, links, tree_limits)
+    kv = _make_cache(config, target, limits)
+    runner = _make_runner(config, target, limits, links, kv)
+    pool = PagePool(limits.num_pages, limits.page_size)
     drafts = Drafts([link.proxy(number, pool) for number, link in enumerate(links)])
-    scheduler = Scheduler(
-        pool,
-        None if config.disable_radix_cache else PrefixTree(pool),
-        max_running_requests=config.max_running_requests,
-        chunked_prefill_size=chunk_size(config, target.device),
-        max_decode_delay=max_decode_delay(config),
-        key_cost=model_config.key_cost,
-        max_queue=config.max_queued_requests,
-        context_length=context_length,
-        usable_prefix=drafts.usable_prefix if links else None,
-        look_ahead=int(any(link.capabilities.layers is not None for link in links)),
-        longest_shared=model_config.dynamic_from,
-    )
-    thresholds = Thresholds(
-        config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
-    )
-    if thresholds.lossy:
-        logger.warning(
-            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc"
-            " %g let drafts change the text",
-            thresholds.single,
-            thresholds.acc,
-        )
+    scheduler = _make_scheduler(config, target, pool, drafts, links, limits)
+    _note_flags(config)
     simulated = None
     if config.simulate_accept_length is not None:
-        logger.warning("acceptance is simulated: the text is meaningless")
         simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
-    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
-        logger.info(
-            "--enable-torch-compile and --torch-compile-max-bs change nothing: on a GPU, steps are"
-            " captured as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
-        )
-    if config.speculative_attention_mode != "prefill":
-        logger.info(
-            "--speculative-attention-mode changes nothing: one attention backend computes prompts"
-            " and verifies drafts"
-        )
-    self_tests = []
-    tested = [link for link in links if not link.capabilities.is_free]
-    if tested and not config.skip_draft_self_test:
-        prompts = built_in_prompts(target.path, limits.vocab_size)
-        for link in tested:
-            on_result = metrics.of(link.name).self_test_accept_length.set
-            self_tests.append(SelfTest(prompts, on_result, link.name))
-    logger.info(
-        "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
-        pages * page_size,
-        pages,
-        page_size,
-        str(kv_dtype).removeprefix("torch."),
-        pages * target_bytes / 2**20,
-    )
-    if device.type == "cuda":  # the draft captures its steps beside the verifier
+    self_tests = _make_self_tests(config, target, metrics, links, limits)
+    on_gpu = target.device.type == "cuda"
+    if on_gpu:  # the draft captures its steps beside the verifier
         _allow_attach(links, limits)
     with explained(
         "the steps' CUDA graphs",
-        f"{pool_flag}, --cuda-graph-max-bs, --speculative-num-draft-tokens or"
+        f"{_pool_flag(config)}, --cuda-graph-max-bs, --speculative-num-draft-tokens or"
         " --max-running-requests",
     ):
         executor = _executor(
-            config, runner, limits, thresholds, simulated, tree_limits, links, ranks
+            config,
+            runner,
+            limits,
+            _thresholds(config),
+            simulated,
+            tree_limits,
+            links,
+            target.ranks,
         )
-        if device.type == "cuda":
+        if on_gpu:
             levels = followed_levels([link.config for link in links] or [config])
             reach = reach_of(
                 chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
@@ -232,14 +136,11 @@ def build_engine(
             warm_up(runner, reach, captured_layers(links), levels)
     costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
-        table = _measure(executor, runner, pool)
-        # Steps are as long as the memory that they read: their weights, and so much for each token.
-        per_token = model_config.kv_bytes_per_token(kv_dtype.itemsize) / target.weight_bytes
-        costs = CostModel(table, per_token * table.unit)
-    if device.type == "cpu":  # both would be timed on the same cores
+        costs = measured_costs(executor, runner, pool, target.weight_bytes)
+    if not on_gpu:  # both would be timed on the same cores
         _allow_attach(links, limits)
-    if ranks is not None:
-        ranks.watchdog.watch_steps()
+    if target.ranks is not None:
+        target.ranks.watchdog.watch_steps()
     limits_of = [link.config.tree_limits for link in links]
     kinds = [DraftKind(num_tokens - 1, num_steps) for num_steps, _, num_tokens in limits_of]
     return Engine(
@@ -253,6 +154,178 @@ def build_engine(
         overlap=not config.disable_overlap_schedule,
         judge=known_outcome if simulated is None else simulated.outcome,
     )
+
+
+def _size_memory(
+    config: VerifyConfig,
+    target: Target,
+    links: Sequence[DraftLink],
+    tree_limits: tuple[int, int, int],
+) -> EngineLimits:
+    """Returns the engine's limits, with as many pages as fit beside weights, steps and drafts."""
+    model_config = target.model.config
+    context_length = config.context_length or model_config.max_position_embeddings
+    if context_length > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"--context-length {context_length} is more than the model's "
+            f"{model_config.max_position_embeddings} positions"
+        )
+    on_cpu = target.device.type == "cpu"
+    page_size = config.page_size or (CPU_PAGE_SIZE if on_cpu else GPU_PAGE_SIZE)
+    draft_bytes = page_size * sum(
+        info.kv_bytes_per_token for info in neighbours(config, target, links)
+    )
+    steps = step_limits(config, target, links, tree_limits, context_length, page_size)
+    pages = num_pages(
+        page_size=page_size,
+        bytes_per_page=_page_bytes(config, target, page_size) + draft_bytes,
+        budget_bytes=kv_budget(config, target, links, steps),
+        max_total_tokens=config.max_total_tokens,
+        max_useful_tokens=config.max_running_requests * (context_length + page_size),
+    )
+    return EngineLimits(
+        vocab_size=model_config.vocab_size,
+        context_length=context_length,
+        num_pages=pages,
+        page_size=page_size,
+        max_running_requests=config.max_running_requests,
+        eos_token_ids=frozenset(model_config.eos_token_ids),
+        # A draft that has not answered yet will be verified all the same.
+        max_nodes=tree_limits[2] - 1 if links else 0,
+    )
+
+
+def _page_bytes(config: VerifyConfig, target: Target, page_size: int) -> int:
+    """Returns the bytes of a page of the target: of this rank's key and value heads only."""
+    model_config, kv_dtype = target.model.config, kv_type(config, target.dtype)
+    whole_bytes = model_config.kv_bytes_per_token(kv_dtype.itemsize) * page_size
+    return whole_bytes * target.model.num_kv_heads // model_config.num_kv_heads
+
+
+def _pool_flag(config: VerifyConfig) -> str:
+    """Returns the flag that determines the number of pages."""
+    return "--mem-fraction-static" if config.max_total_tokens is None else "--max-total-tokens"
+
+
+def _make_cache(config: VerifyConfig, target: Target, limits: EngineLimits) -> PagedKV:
+    """Allocates the target's KV cache."""
+    kv_dtype = kv_type(config, target.dtype)
+    pages, page_size = limits.num_pages, limits.page_size
+    # The scratch page takes what padding rows of captured steps write.
+    scratch = 0 if target.device.type == "cpu" else 1
+    scales = kv_scales(config, target.model, kv_dtype)
+    with explained("the KV cache", _pool_flag(config)):
+        kv = PagedKV.for_model(
+            target.model.config,
+            pages,
+            page_size,
+            kv_dtype,
+            target.device,
+            scratch,
+            scales,
+            target.model.num_kv_heads,
+        )
+    logger.info(
+        "KV cache: %d tokens in %d pages of %d, %s, %.0f MiB",
+        pages * page_size,
+        pages,
+        page_size,
+        str(kv_dtype).removeprefix("torch."),
+        pages * _page_bytes(config, target, page_size) / 2**20,
+    )
+    return kv
+
+
+def _make_runner(
+    config: VerifyConfig,
+    target: Target,
+    limits: EngineLimits,
+    links: Sequence[DraftLink],
+    kv: PagedKV,
+) -> ModelRunner:
+    """Creates the target's runner; tells other ranks their sizes first."""
+    ranks, device = target.ranks, target.device
+    if ranks is None:
+        return ModelRunner(target.model, kv, target.attention)
+    numbers = []
+    if device.type == "cuda" and not config.disable_cuda_graph:
+        simulates = config.simulate_accept_length is not None
+        numbers = _graph_sizes(config, limits, links, simulates, device).numbers
+    cache = (limits.num_pages, limits.page_size, kv.num_scratch_pages)
+    ranks.board.write(messages.setup(cache, numbers))
+    return RankedRunner(target.model, kv, target.attention, ranks)
+
+
+def _make_scheduler(
+    config: VerifyConfig,
+    target: Target,
+    pool: PagePool,
+    drafts: Drafts,
+    links: Sequence[DraftLink],
+    limits: EngineLimits,
+) -> Scheduler:
+    model_config = target.model.config
+    return Scheduler(
+        pool,
+        None if config.disable_radix_cache else PrefixTree(pool),
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=chunk_size(config, target.device),
+        max_decode_delay=max_decode_delay(config),
+        key_cost=model_config.key_cost,
+        max_queue=config.max_queued_requests,
+        context_length=limits.context_length,
+        usable_prefix=drafts.usable_prefix if links else None,
+        look_ahead=int(any(link.capabilities.layers is not None for link in links)),
+        longest_shared=model_config.dynamic_from,
+    )
+
+
+def _make_self_tests(
+    config: VerifyConfig,
+    target: Target,
+    metrics: AnyMetrics,
+    links: Sequence[DraftLink],
+    limits: EngineLimits,
+) -> list[SelfTest]:
+    """Creates the self-tests of drafts with a model."""
+    tested = [link for link in links if not link.capabilities.is_free]
+    if not tested or config.skip_draft_self_test:
+        return []
+    prompts = built_in_prompts(target.path, limits.vocab_size)
+    return [
+        SelfTest(prompts, metrics.of(link.name).self_test_accept_length.set, link.name)
+        for link in tested
+    ]
+
+
+def _thresholds(config: VerifyConfig) -> Thresholds:
+    return Thresholds(
+        config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
+    )
+
+
+def _note_flags(config: VerifyConfig) -> None:
+    """Logs which flags change the text, and which change nothing."""
+    thresholds = _thresholds(config)
+    if thresholds.lossy:
+        logger.warning(
+            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc"
+            " %g let drafts change the text",
+            thresholds.single,
+            thresholds.acc,
+        )
+    if config.simulate_accept_length is not None:
+        logger.warning("acceptance is simulated: the text is meaningless")
+    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
+        logger.info(
+            "--enable-torch-compile and --torch-compile-max-bs change nothing: on a GPU, steps are"
+            " captured as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
+        )
+    if config.speculative_attention_mode != "prefill":
+        logger.info(
+            "--speculative-attention-mode changes nothing: one attention backend computes prompts"
+            " and verifies drafts"
+        )
 
 
 def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:
@@ -330,36 +403,3 @@ def _graph_sizes(
         ),
         chunk_size(config, device) + num_sequences * max_rows,
     )
-
-
-def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:
-    """Times the target's steps: captured ones as they are, others by number of rows, on pages that
-    are given back.
-    """
-    times = executor.measure()
-    if times is not None:
-        table = ", ".join(f"{b}x{r}: {t * 1e3:.2f}" for (b, r), t in sorted(times.table().items()))
-        logger.info("captured steps in ms by sequences x rows: %s", table)
-        return times
-    room = pool.num_pages * pool.page_size
-    widths = [rows for rows in MEASURED_ROWS if rows <= room]
-    pages = pool.allocate(pool.pages_for(widths[-1]))
-
-    cpu_seconds = dict.fromkeys(widths, math.inf)
-
-    def run(rows: int) -> float:
-        chain = SequenceRows.chunk(pages, 0, [0] * rows, "all")
-        started, started_cpu = time.perf_counter(), time.process_time()
-        runner.forward([chain])
-        cpu_seconds[rows] = min(cpu_seconds[rows], time.process_time() - started_cpu)
-        return time.perf_counter() - started
-
-    seconds = best_of_rounds(widths, run)
-    if runner.model.device.type == "cpu":
-        spent = [cpu_seconds[rows] for rows in widths]
-        seconds = without_waits(seconds, spent, torch.get_num_threads())
-    by_rows = RowTable(widths, seconds)
-    pool.release(pages)
-    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
-    logger.info("target forward in ms by rows: %s", table)
-    return by_rows
