@@ -88,6 +88,11 @@ def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int
             f"it has {num_prompt_tokens} tokens; this model's maximum context length is"
             f" {context_length} tokens, with the output",
         )
-    if sampling.max_new_tokens <= room:
+    return shortened(sampling, room)
+
+
+def shortened(sampling: SamplingParams, most: int) -> SamplingParams:
+    """Limits the output length to `most` tokens."""
+    if sampling.max_new_tokens <= most:
         return sampling
-    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))
+    return replace(sampling, max_new_tokens=most, min_new_tokens=min(sampling.min_new_tokens, most))

@@ -1,10 +1,8 @@
 """Shared state of all fronts: the served model, its tokenizer, and the checks that make jobs."""
 
 import asyncio
-import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from foredraft.api.verify.v1 import verify_pb2
@@ -18,22 +16,27 @@ from foredraft.models.hub import tokenizer_directory
 from foredraft.sampling.seeds import random_seed
 from foredraft.text.chat_template import read_template
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import MAX_COUNT, SamplingParams, SpeculationParams, check_tokens
+from foredraft.types import SamplingParams, SpeculationParams, check_tokens
 from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
 from gateway.generation import Generator
 from gateway.http import Bounds
-from gateway.jobs import Job, fitted
+from gateway.job_checks import (
+    check_choices,
+    check_length,
+    check_name,
+    check_priority,
+    check_prompt_length,
+    check_prompt_logprobs,
+    check_stops,
+    check_timeout,
+    checked_sampling,
+)
+from gateway.jobs import Job, fitted, shortened
 from gateway.verifier_pool import VerifierPool
 
-MAX_STOPS = 32
-MAX_STOP_CHARACTERS = 1024
-MAX_CHOICES = 64
 MAX_BAD_TEXTS = 512
 MAX_BAD_CHARACTERS = 128
-MAX_NAME_CHARACTERS = 128
-MAX_BATCH = 256
-MAX_PROMPT_ENTRIES = 2**18
 NOT_YET = "no verifier has answered yet: the server is starting, or its log says why not; try again"
 
 
@@ -203,69 +206,21 @@ class Serving:
         """
         if self._draining:
             raise Unavailable("the gateway is stopping")
-        info = self.info
+        info, config, limit = self.info, self.config, self.config.request_timeout
         check_tokens(prompt_field, prompt, info.vocab_size)
-        if may_be_empty and not 0 <= sampling.max_new_tokens <= MAX_COUNT:
-            raise InvalidRequest(
-                "max_new_tokens", f"must be in [0, {MAX_COUNT}], not {sampling.max_new_tokens}"
-            )
-        if may_be_empty and sampling.max_new_tokens == 0:
-            if sampling.min_new_tokens > 0:
-                raise InvalidRequest("min_new_tokens", "must be 0 where no tokens are asked for")
-            # The verifier is not asked; what else is wrong is told all the same.
-            replace(sampling, max_new_tokens=1).validate(info.vocab_size, info.eos_token_ids)
-            sampling = replace(sampling, min_new_tokens=0)
-        else:
-            sampling.validate(info.vocab_size, info.eos_token_ids)
+        sampling = checked_sampling(sampling, info, may_be_empty)
         check_choices(num_choices)
-        if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-            raise InvalidRequest(
-                "request_id", f"must have at most {MAX_NAME_CHARACTERS} characters, all printable"
-            )
-        if len(stop) > MAX_STOPS:
-            raise InvalidRequest("stop", f"at most {MAX_STOPS} stop strings, not {len(stop)}")
-        for text in stop:
-            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-                raise InvalidRequest(
-                    "stop", f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters"
-                )
-        if not -(2**31) <= priority < 2**31:
-            raise InvalidRequest("priority", "must fit 32 bits")
-        limit = self.config.request_timeout
-        if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
-            raise InvalidRequest("timeout", "must be a positive number of seconds")
-        longest = self.config.max_prompt_tokens
-        if longest and len(prompt) > longest:
-            raise PromptTooLong(
-                "prompt",
-                f"it has {len(prompt)} tokens; this model's maximum context length is {longest}"
-                " tokens here, as the server was started",
-            )
+        check_name(name)
+        check_stops(stop)
+        check_priority(priority)
+        check_timeout(timeout)
+        check_prompt_length(len(prompt), config.max_prompt_tokens)
         if sampling.prompt_logprobs is not None:
             check_prompt_logprobs(sampling, len(prompt), num_choices)
         fitting = fitted(sampling, len(prompt), info.context_length)
-        most = self.config.max_output_tokens or info.context_length
-        if (
-            max_new_tokens_given
-            and sampling.max_new_tokens > most
-            and self.config.max_output_tokens
-        ):
-            raise InvalidRequest(
-                "max_new_tokens",
-                f"{sampling.max_new_tokens} is more than the {most} tokens that are given here at"
-                " most",
-            )
-        if max_new_tokens_given and sampling.max_new_tokens > fitting.max_new_tokens:
-            raise PromptTooLong(
-                "max_new_tokens",
-                f"{sampling.max_new_tokens} tokens after a prompt of {len(prompt)}; this model's"
-                f" maximum context length is {info.context_length} tokens, with the output:"
-                f" {fitting.max_new_tokens} are left",
-            )
-        if fitting.max_new_tokens > most:
-            fitting = replace(
-                fitting, max_new_tokens=most, min_new_tokens=min(fitting.min_new_tokens, most)
-            )
+        if max_new_tokens_given:
+            check_length(sampling, fitting, len(prompt), info, config.max_output_tokens)
+        fitting = shortened(fitting, config.max_output_tokens or info.context_length)
         return Job(
             name=name or uuid.uuid4().hex,
             call=call,
@@ -285,46 +240,6 @@ class Serving:
         if self._opened is None:
             raise Unavailable(NOT_YET)
         return self._opened
-
-
-def check_choices(num_choices: int) -> None:
-    """Raises InvalidRequest if a prompt has no continuation or too many."""
-    if not 1 <= num_choices <= MAX_CHOICES:
-        raise InvalidRequest("n", f"must be in [1, {MAX_CHOICES}], not {num_choices}")
-
-
-def check_prompt_logprobs(sampling: SamplingParams, num_tokens: int, num_choices: int) -> None:
-    """Raises InvalidRequest if a request for a prompt's log-probabilities is too large or out of
-    range.
-    """
-    if num_choices > 1:
-        raise InvalidRequest("n", "must be 1 where log-probabilities of the prompt are asked for")
-    if sampling.prompt_logprobs_from >= num_tokens:
-        raise InvalidRequest(
-            "prompt_logprobs_from",
-            f"must be less than the prompt's {num_tokens} tokens, not"
-            f" {sampling.prompt_logprobs_from}",
-        )
-    count = num_tokens - sampling.prompt_logprobs_from
-    entries = count * (1 + (sampling.prompt_logprobs or 0))
-    if entries > MAX_PROMPT_ENTRIES:
-        raise InvalidRequest(
-            "prompt_logprobs",
-            f"{entries} log-probabilities of the prompt are more than the {MAX_PROMPT_ENTRIES} that"
-            " one request may have; ask for fewer alternatives",
-        )
-
-
-def check_batch(field: str, num_prompts: int, num_choices: int) -> None:
-    """Raises InvalidRequest, with the field, if a call has no prompt or too many continuations."""
-    if num_prompts < 1:
-        raise InvalidRequest(field, "give at least one prompt")
-    check_choices(num_choices)
-    if num_prompts * num_choices > MAX_BATCH:
-        raise InvalidRequest(
-            field,
-            f"at most {MAX_BATCH} continuations in one call, not {num_prompts * num_choices}",
-        )
 
 
 def seed_or_random(seed: int | None) -> int:

@@ -13,12 +13,13 @@ from starlette.responses import JSONResponse, Response
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Completion
 from gateway.http import event_stream, naming, read, unless_disconnected
+from gateway.job_checks import check_batch
 from gateway.jobs import Job
 from gateway.openai import chats, replies
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.openapi import reads
-from gateway.serving import Serving, check_batch
+from gateway.serving import Serving
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
