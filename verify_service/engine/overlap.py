@@ -64,12 +64,22 @@ class OverlapScheduler:
         self._scheduler = scheduler
         self._drafts = drafts
 
-    def start(self, step: Step) -> StepInFlight:
-        """Starts a step whose sequences and tokens are all known to the host."""
+    def start(
+        self, step: Step, wait: Wait = NO_WAIT, chunks: tuple[PrefillChunk, ...] = ()
+    ) -> StepInFlight:
+        """Starts a step whose sequences and tokens are all known to the host.
+
+        Args:
+            step: The step.
+            wait: Its wait for its proposals.
+            chunks: Prompts that were computed before it.
+        """
         started = self._executor.submit(step)
         started.choose()
         sequences = [rows.sequence for rows in step.batch]
-        return self._in_flight(sequences, started, [rows.confidence for rows in step.batch])
+        confidences = [rows.confidence for rows in step.batch]
+        _count_in_flight(sequences, started)
+        return StepInFlight(sequences, started, confidences, wait=wait, chunks=chunks)
 
     def start_behind(
         self, running: StepInFlight, plan: Callable[[list[Sequence]], Plan]
@@ -83,67 +93,93 @@ class OverlapScheduler:
         Returns:
             The next step; None where the running step's outcome must be known first.
         """
-        drafts = self._drafts
-        if drafts.are_stale:
+        if self._drafts.are_stale:
             return _drained("draft")
         going = self._scheduler.going_on(running.sequences)
         nodes, num_rows, _ = plan(going)
         if any(nodes):
             nodes = [_followed(*pair, num_rows) for pair in zip(going, nodes, strict=True)]
-        num_rows = num_rows if any(nodes) else 1
-        reads_hidden = drafts.capture is not None
-        if any(nodes):
-            if not drafts.can_follow(going):
-                return _drained("draft")
-            if reads_hidden and drafts.must_sync:  # drafts other than the one that follows
-                return _drained("draft")
-        elif reads_hidden and (running.started.num_rows > 1 or drafts.must_sync):
-            # The rows that will be committed, and must be kept, are not known yet; or too many are
-            # kept already.
+        is_drafted = any(nodes)
+        if not self._may_go_on(running, going, is_drafted):
             return _drained("draft")
-        why_not = self._scheduler.schedule_ahead(going, num_rows - 1)
+        why_not = self._scheduler.schedule_ahead(going, num_rows - 1 if is_drafted else 0)
         if why_not is not None:
             return _drained(why_not)
-        if not any(nodes):
-            if reads_hidden:
-                output = running.started.outcome.output
-                running.gathered = drafts.gather(output, len(running.sequences))
-            return self._start_ahead(going, Ahead(1, [None] * len(going)))
+        if is_drafted:
+            return self._start_drafted(running, going, nodes, num_rows)
+        if self._drafts.capture is not None:
+            running.gathered = self._gather(running, len(running.sequences))
+        return self._start_ahead(going, Ahead(1, [None] * len(going)))
+
+    def _may_go_on(self, running: StepInFlight, going: list[Sequence], is_drafted: bool) -> bool:
+        """Returns whether the drafts allow a step behind the running one.
+
+        Args:
+            running: The running step.
+            going: Sequences of the next step.
+            is_drafted: Whether the next step verifies trees.
+        """
+        drafts = self._drafts
+        if is_drafted and not drafts.can_follow(going):
+            return False
+        if drafts.capture is None:
+            return True
+        if drafts.must_sync:  # with trees: drafts other than the one that follows
+            return False
+        # Without a draft that follows, rows are kept here, so it must be known which are committed.
+        return is_drafted or running.started.num_rows == 1
+
+    def _start_drafted(
+        self, running: StepInFlight, going: list[Sequence], nodes: list[int], num_rows: int
+    ) -> StepInFlight | None:
+        """Lets a draft follow the running step, and starts a step that verifies its trees."""
         row_of = {sequence.request_id: i for i, sequence in enumerate(running.sequences)}
         requests = [
             DeviceRequest(sequence, row_of[sequence.request_id], num_nodes)
             for sequence, num_nodes in zip(going, nodes, strict=True)
         ]
-        outcome = running.started.outcome
-        proposals = drafts.follow(requests, outcome)
+        proposals = self._drafts.follow(requests, running.started.outcome)
         if proposals is None:
             return _drained("draft")
         running.followed_by = proposals.trees
-        if reads_hidden:
+        if self._drafts.capture is not None:
             count = len(running.sequences) * running.started.num_rows
-            gathered = drafts.gather(outcome.output, count, without=proposals.draft)
-            running.gathered = gathered or None
+            running.gathered = self._gather(running, count, without=proposals.draft) or None
         trees = [one.row if one.num_nodes else None for one in requests]
-        behind = self._start_ahead(going, Ahead(num_rows, trees, proposals.trees.fetch))
         wait = Wait(proposals.depth, len(going), None)
-        behind.proposals = proposals
-        behind.wait = wait._replace(parts=((proposals.draft, wait),))
-        return behind
+        return self._start_ahead(
+            going,
+            Ahead(num_rows, trees, proposals.trees.fetch),
+            proposals,
+            wait._replace(parts=((proposals.draft, wait),)),
+        )
 
     def compute_behind(self, running: StepInFlight, chunks: list[PrefillChunk]) -> StepResult:
         """Starts prompts behind the running step; none of the chunks is a prompt's last."""
-        drafts = self._drafts
-        if drafts.capture is not None:  # drafts get these rows before the prompts are computed
+        if (
+            self._drafts.capture is not None
+        ):  # drafts get these rows before the prompts are computed
             count = len(running.sequences) * running.started.num_rows
-            running.gathered = drafts.gather(running.started.outcome.output, count)
+            running.gathered = self._gather(running, count)
         pending = self._executor.submit(Step((), chunks, self._capture))
         pending.choose()
         return pending.finish()
 
-    def _start_ahead(self, going: list[Sequence], ahead: Ahead) -> StepInFlight:
+    def _gather(self, running: StepInFlight, count: int, without: int | None = None) -> Gathered:
+        """Copies hidden states of a running step, which the next one overwrites."""
+        return self._drafts.gather(running.started.outcome.output, count, without)
+
+    def _start_ahead(
+        self,
+        going: list[Sequence],
+        ahead: Ahead,
+        proposals: DeviceProposals | None = None,
+        wait: Wait = NO_WAIT,
+    ) -> StepInFlight:
         batch = [VerifyRows(sequence, EMPTY) for sequence in going]
         started = self._executor.submit(Step(batch, capture=self._capture, ahead=ahead))
-        return self._in_flight(going, started)
+        _count_in_flight(going, started)
+        return StepInFlight(going, started, [0] * len(going), proposals, wait=wait)
 
     def choose(self, running: StepInFlight) -> None:
         """Lets a step choose its tokens once the previous step has been committed.
@@ -171,16 +207,15 @@ class OverlapScheduler:
                     time.sleep(RELEASE_SECONDS)
                 time.sleep(0)  # lets other threads run, and comes back at once
 
-    def _in_flight(
-        self, sequences: list[Sequence], started: PendingStep, confidences: list[int] | None = None
-    ) -> StepInFlight:
-        for sequence in sequences:
-            sequence.num_in_flight += started.num_rows
-        return StepInFlight(sequences, started, confidences or [0] * len(sequences))
-
     @property
     def _capture(self) -> tuple[int, ...]:
         return self._drafts.capture or ()
+
+
+def _count_in_flight(sequences: list[Sequence], started: PendingStep) -> None:
+    """Notes that a step may add as many tokens to its sequences as it has rows for each."""
+    for sequence in sequences:
+        sequence.num_in_flight += started.num_rows
 
 
 def _drained(why: str) -> StepInFlight | None:

@@ -104,8 +104,7 @@ class StepRunner:
         wait = NO_WAIT if behind else self._sizes.wait(plan.decode, proposals, drafted - started)
         step = Step(batch, plan.prefill, self._drafts.capture or ())
         if self._overlaps and self._executor.can_overlap(step):
-            self._in_flight = self._overlap.start(step)
-            self._in_flight.wait, self._in_flight.chunks = wait, behind
+            self._in_flight = self._overlap.start(step, wait, behind)
             return
         starts = [slot.seq.num_computed for slot in plan.decode]
         result = self._execute(step)
