@@ -121,51 +121,10 @@ class HeadConfig:
             raise CheckpointError(
                 f"{where}: layernorms: EAGLE heads with additional norms are not supported"
             )
-        inner = dict(raw.get("transformer_layer_config") or raw)
-        inner["architectures"] = [architecture]
-        if found in BLOCK_KINDS:
-            _settle_block_layers(inner, raw)
-        # Keys of the target, left in a config.json that began as a copy of the target's.
-        for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
-            inner.pop(key, None)
-        for key in QUANTIZATION_KEYS:
-            # Tools write it beside speculators' nested configuration of the layers.
-            inner[key] = raw.get(key) or inner.get(key)
-            if _are_plain(tensors, found):
-                del inner[key]
-        if set(inner.get("layer_types") or ()) == {"full_attention"}:
-            del inner["layer_types"]
-        if found == "MTP":
-            inner["num_hidden_layers"] = _count(raw, "num_nextn_predict_layers", 1, where)
-            # A target's own entry: its layers' kinds say nothing about the modules.
-            inner.pop("layer_types", None)
-        layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
-        if layer.norm_offset or layer.sandwich_norms:
-            raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
-        # EAGLE's own key; Qwen2's layers have no other.
-        qkv_bias = inner.get("qkv_bias")
-        if qkv_bias is None and architecture != "Qwen2ForCausalLM":
-            qkv_bias = inner.get("attention_bias")
-        if qkv_bias is not None:
-            layer = dataclasses.replace(layer, attention_bias=bool(qkv_bias))
+        layer, qkv_bias = _layers(raw, found, architecture, tensors, where)
         options = _Options(raw, where)
         if found in BLOCK_KINDS:
-            block = read_block_options(raw, where, tensors)[1]
-            if block.mask_token_id >= layer.vocab_size:
-                raise CheckpointError(
-                    f"{where}: mask_token_id {block.mask_token_id} is not below vocab_size"
-                    f" {layer.vocab_size}"
-                )
-            streams = read_target_layers(raw, where)
-            return cls(
-                algorithm=found,
-                layer=layer,
-                target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
-                draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
-                num_streams=len(streams) if streams else 0,
-                streams=streams,
-                block=block,
-            )
+            return cls._of_block(raw, found, layer, tensors, where)
         if found not in EAGLE3_KINDS:
             return cls(
                 algorithm=found,
@@ -190,6 +149,33 @@ class HeadConfig:
             norm_output=bool(options.flag("norm_output", False)),
             mask_token_id=_mask_token(options, layer, where) if found == "PEAGLE" else None,
             num_parallel=_num_parallel(raw, where),
+        )
+
+    @classmethod
+    def _of_block(
+        cls,
+        raw: Mapping[str, Any],
+        found: HeadAlgorithm,
+        layer: ModelConfig,
+        tensors: Collection[str],
+        where: str,
+    ) -> "HeadConfig":
+        """Reads the configuration of a block drafter, whose layers are read already."""
+        block = read_block_options(raw, where, tensors)[1]
+        if block.mask_token_id >= layer.vocab_size:
+            raise CheckpointError(
+                f"{where}: mask_token_id {block.mask_token_id} is not below vocab_size"
+                f" {layer.vocab_size}"
+            )
+        streams = read_target_layers(raw, where)
+        return cls(
+            algorithm=found,
+            layer=layer,
+            target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
+            draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
+            num_streams=len(streams) if streams else 0,
+            streams=streams,
+            block=block,
         )
 
     @staticmethod
@@ -284,6 +270,44 @@ class HeadConfig:
                 f"the target has {target.num_layers}"
             )
         self.captured_layers(target.num_layers)
+
+
+def _layers(
+    raw: Mapping[str, Any],
+    found: HeadAlgorithm,
+    architecture: str,
+    tensors: Collection[str],
+    where: str,
+) -> tuple[ModelConfig, bool | None]:
+    """Returns the sizes of a head's decoder layers, and `HeadConfig.qkv_bias`."""
+    inner = dict(raw.get("transformer_layer_config") or raw)
+    inner["architectures"] = [architecture]
+    if found in BLOCK_KINDS:
+        _settle_block_layers(inner, raw)
+    # Keys of the target, left in a config.json that began as a copy of the target's.
+    for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
+        inner.pop(key, None)
+    for key in QUANTIZATION_KEYS:
+        # Tools write it beside speculators' nested configuration of the layers.
+        inner[key] = raw.get(key) or inner.get(key)
+        if _are_plain(tensors, found):
+            del inner[key]
+    if set(inner.get("layer_types") or ()) == {"full_attention"}:
+        del inner["layer_types"]
+    if found == "MTP":
+        inner["num_hidden_layers"] = _count(raw, "num_nextn_predict_layers", 1, where)
+        # A target's own entry: its layers' kinds say nothing about the modules.
+        inner.pop("layer_types", None)
+    layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
+    if layer.norm_offset or layer.sandwich_norms:
+        raise CheckpointError(f"{where}: heads with {architecture} layers are not supported")
+    # EAGLE's own key; Qwen2's layers have no other.
+    qkv_bias = inner.get("qkv_bias")
+    if qkv_bias is None and architecture != "Qwen2ForCausalLM":
+        qkv_bias = inner.get("attention_bias")
+    if qkv_bias is not None:
+        layer = dataclasses.replace(layer, attention_bias=bool(qkv_bias))
+    return layer, qkv_bias
 
 
 def _are_plain(tensors: Collection[str], algorithm: HeadAlgorithm) -> bool:

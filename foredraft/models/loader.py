@@ -17,7 +17,13 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
 from foredraft.models.quantization_config import on_load
-from foredraft.models.weights import check_finite, checkpoint_files, open_checkpoint
+from foredraft.models.weights import (
+    SafetensorsFile,
+    TensorEntry,
+    check_finite,
+    checkpoint_files,
+    open_checkpoint,
+)
 from foredraft.parallel.group import SINGLE, Group
 
 DUMMY_SEED = 0
@@ -131,33 +137,9 @@ def copy_checkpoint(
     ) as bar:
         for file in open_checkpoint(directory):
             for name, entry in file.entries.items():
-                target = targets.get(name)
-                if target is None and scalars is not None and name in scalars:
-                    scalar = scalars[name]
-                    if entry.shape in ((), (1,)):
-                        number = scalar.new_empty(entry.shape)
-                        file.copy_to(entry, Target.whole(number))
-                        scalar.fill_(number.item())
-                        continue
-                    target = Target.whole(scalar)
+                target = _target_of(name, entry, file, targets, ignored, scalars or {})
                 if target is None:
-                    # Old checkpoints carry the rotary frequencies, which follow from the
-                    # configuration.
-                    if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
-                        continue
-                    raise CheckpointError(
-                        f"{file.path}: unexpected tensor {name} {list(entry.shape)}"
-                    )
-                if not target.takes(entry.shape):
-                    raise CheckpointError(
-                        f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
-                        f"config.json asks for {list(target.shape)}"
-                    )
-                if not may_fill(entry.dtype, target.memory.dtype):
-                    raise CheckpointError(
-                        f"{file.path}: tensor {name} has type {entry.dtype}, "
-                        f"config.json asks for {target.memory.dtype}"
-                    )
+                    continue
                 if name in filled:
                     raise CheckpointError(f"{file.path}: tensor {name} is there twice")
                 file.copy_to(entry, target)
@@ -172,6 +154,45 @@ def copy_checkpoint(
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{directory}: missing tensor {', '.join(missing[:3])}{more}")
+
+
+def _target_of(
+    name: str,
+    entry: TensorEntry,
+    file: SafetensorsFile,
+    targets: Mapping[str, Target],
+    ignored: Sequence[str],
+    scalars: Mapping[str, torch.Tensor],
+) -> Target | None:
+    """Returns the memory that a stored tensor is to fill; None where it needs none.
+
+    Fills a scalar at once. See `copy_checkpoint` for the arguments.
+    """
+    target = targets.get(name)
+    if target is None and name in scalars:
+        scalar = scalars[name]
+        if entry.shape in ((), (1,)):
+            number = scalar.new_empty(entry.shape)
+            file.copy_to(entry, Target.whole(number))
+            scalar.fill_(number.item())
+            return None
+        target = Target.whole(scalar)
+    if target is None:
+        # Old checkpoints carry the rotary frequencies, which follow from the configuration.
+        if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
+            return None
+        raise CheckpointError(f"{file.path}: unexpected tensor {name} {list(entry.shape)}")
+    if not target.takes(entry.shape):
+        raise CheckpointError(
+            f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
+            f"config.json asks for {list(target.shape)}"
+        )
+    if not may_fill(entry.dtype, target.memory.dtype):
+        raise CheckpointError(
+            f"{file.path}: tensor {name} has type {entry.dtype}, "
+            f"config.json asks for {target.memory.dtype}"
+        )
+    return target
 
 
 def may_fill(stored: torch.dtype, kept: torch.dtype) -> bool:

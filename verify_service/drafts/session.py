@@ -75,7 +75,7 @@ class RemoteDraft:
         self._begin(0)
 
     def _begin(self, epoch: int) -> None:
-        """Begins an attach, of which nothing was sent yet.
+        """Begins an attach: the draft knows nothing yet.
 
         Args:
             epoch: Number of the attach; 0 while there is none.
