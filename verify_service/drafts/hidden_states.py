@@ -13,6 +13,7 @@ import torch
 
 from foredraft.runner.model_runner import ForwardOutput
 from verify_service.drafts.arena import Exchange
+from verify_service.drafts.features import DraftFeatures
 from verify_service.drafts.hidden_state_buffer import HiddenStateBuffer, select_rows
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.run import MERGE_STEPS, Run
@@ -49,9 +50,8 @@ class HiddenStates:
         most_kept: Maximum bytes of rows; all rows are dropped beyond it.
 
     Attributes:
-        layers: Layers to capture; empty for the state after the final norm.
+        features: Takes the draft's rows from a forward's output.
         writer: Writer of the rows that are sent.
-        fusion: Projects rows before they are sent; None where they are sent as they are.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class HiddenStates:
         settings: DraftSettings,
         most_kept: float = math.inf,
     ) -> None:
-        self.layers = exchange.layers or ()
+        self.features = DraftFeatures(exchange.layers or (), exchange.fusion)
         self.writer = exchange.writer
-        self.fusion = exchange.fusion
         self._marks = marks
         self._page_size = marks.page_size
         self._number, self._refill_tokens = settings.number, settings.refill_tokens
@@ -88,8 +87,10 @@ class HiddenStates:
         if not committed:
             return
         self._settle()  # buffered rows come before the new ones
-        source = self.source(output) if gathered is None else gathered
-        rows = self.fused(_rows(source, [row for one in committed for row in one.rows]))
+        source = self.features.of(output) if gathered is None else gathered
+        rows = self.features.projected(
+            _rows(source, [row for one in committed for row in one.rows])
+        )
         for one, part in zip(
             committed, rows.split([len(one.rows) for one in committed]), strict=True
         ):
@@ -123,7 +124,7 @@ class HiddenStates:
             elif chunk.seq.status is Status.RUNNING:
                 self._settle()
                 own = rows if len(rows) == len(gathered) else rows.clone()
-                self._give(chunk.seq, chunk.start, self.fused(own), chunk.num_tokens)
+                self._give(chunk.seq, chunk.start, self.features.projected(own), chunk.num_tokens)
                 self._bound()
             first = end
         if self._steps.is_full(self._step_row_bytes):
@@ -138,7 +139,7 @@ class HiddenStates:
     def _settle(self) -> None:
         """Moves the rows of the buffer to the runs of their sequences."""
         if self._steps.num_rows:
-            for sequence, start, rows in self._steps.take(self.fused):
+            for sequence, start, rows in self._steps.take(self.features.projected):
                 self._give(sequence, start, rows, len(rows))
 
     def _give(self, sequence: RequestSequence, start: int, rows: torch.Tensor, count: int) -> None:
@@ -157,41 +158,7 @@ class HiddenStates:
 
     def gather(self, output: ForwardOutput, count: int) -> torch.Tensor:
         """Copies the first rows of a step."""
-        return self.source(output)[:count].clone()
-
-    @torch.inference_mode()
-    def fused(self, rows: torch.Tensor) -> torch.Tensor:
-        """Projects rows [n, width] of `source` to the features that the draft is sent.
-
-        Returns the rows unchanged where the draft projects them itself.
-        """
-        if self.fusion is None or not len(rows):
-            return rows
-        weight = next(iter(self.fusion.tensors().values()))
-        return self.fusion(rows.to(weight.dtype))
-
-    def handed(
-        self, output: ForwardOutput, index: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns rows of a running step for a draft that follows on the device.
-
-        Args:
-            output: Output of the step's forward.
-            index: int64 [n], indices of the forward's rows that the step may commit.
-
-        Returns:
-            The rows, and the indices into them that stand for `index`.
-        """
-        source = self.source(output)
-        if self.fusion is None:
-            return source, index
-        # Indices of rows that were not accepted may lie beyond the forward's rows.
-        rows = self.fused(source.index_select(0, index.clamp(0, len(source) - 1)))
-        return rows, torch.arange(len(index), device=index.device)
-
-    def source(self, output: ForwardOutput) -> torch.Tensor:
-        """Returns the hidden states that a forward captured for the draft, [T, width]."""
-        return output.streams_of(self.layers) if self.layers else output.hidden
+        return self.features.of(output)[:count].clone()
 
     def passed(self, sequence: RequestSequence, start: int, count: int) -> None:
         """Records that the draft has taken `count` rows from position `start` on, on the device."""

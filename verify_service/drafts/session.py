@@ -271,7 +271,7 @@ class RemoteDraft:
         rows, index = None, outcome.index
         if exchange.rows is not None:
             assert self._hidden is not None
-            rows, index = self._hidden.handed(outcome.output, outcome.index)
+            rows, index = self._hidden.features.handed(outcome.output, outcome.index)
         hand_over(outcome.accepted, index, rows, exchange.accepted, exchange.rows)
         exchange.publish(wire.step)
         return RemoteTrees(self._client, self._epoch, messages, exchange, wire.step, self._lost)

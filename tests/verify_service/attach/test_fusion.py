@@ -99,7 +99,7 @@ def test_a_killed_draft_brings_its_weights_again(target: Path, tmp_path: Path) -
         harness.draft.start()
         harness.wait_for_draft()
         again = harness.run(jobs())
-        fusion = harness.engine._drafts.each[0]._hidden.fusion  # type: ignore[union-attr]
+        fusion = harness.engine._drafts.each[0]._hidden.features.fusion  # type: ignore[union-attr]
         assert fusion is not None
         torch.testing.assert_close(fusion.tensors()["weight"], other.tensors["fc.weight"])
     assert [r.tokens for r in first] == [r.tokens for r in without] == [r.tokens for r in again]
