@@ -9,6 +9,7 @@ import torch
 
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.types import FinishReason, SamplingParams
+from testing.scheduling import scheduler_of
 from testing.toy_target import END, ToyGrammar, ToyTarget, decode
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import Candidate, DraftKind, Plan
@@ -23,7 +24,6 @@ from verify_service.outputs import Load, StepOutput
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence as RequestSequence
-from verify_service.scheduler.scheduler import Scheduler
 
 VOCAB, NODES, PAGE = 50, 5, 4
 
@@ -186,7 +186,7 @@ class Run:
         rng = self.rng = random.Random(seed)
         pages = rng.choice([12, 20, 60])
         self.pool = PagePool(pages, PAGE)
-        self.scheduler = Scheduler(
+        self.scheduler = scheduler_of(
             self.pool,
             PrefixTree(self.pool) if rng.random() < 0.8 else None,
             max_running_requests=rng.choice([1, 3, 5]),

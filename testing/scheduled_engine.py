@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from foredraft.errors import Overloaded, PromptTooLong
 from foredraft.types import FinishReason, SamplingParams
+from testing.scheduling import scheduler_of
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence, Status
-from verify_service.scheduler.scheduler import Scheduler
 from verify_service.scheduler.step_plan import StepPlan
 
 VOCABULARY = 6
@@ -94,7 +94,7 @@ class Engine:
         self.pool = pool
         self.tree = PrefixTree(pool)
         self.look_ahead = options.get("look_ahead", 0)
-        self.scheduler = Scheduler(pool, self.tree, usable_prefix=self.usable_prefix, **options)
+        self.scheduler = scheduler_of(pool, self.tree, usable_prefix=self.usable_prefix, **options)
         self.marks = DraftMarks(pool)
         self.epoch = 0  # number of the draft, which comes and goes
         self.noted: dict[int, tuple[int, int, list[int]]] = {}  # expected content of `marks`

@@ -1,7 +1,12 @@
 """A scheduler for small pools, and an engine's execution of its plans."""
 
+import math
+from typing import Any
+
 from foredraft.types import SamplingParams
 from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.page_tables import PageTables, UsablePrefix
+from verify_service.scheduler.prefill_budget import PrefillBudget
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.scheduler import Scheduler
@@ -13,7 +18,25 @@ FOREVER = float("-inf")  # a `now` before every deadline
 def make_scheduler(num_pages=64, page_size=4, **options) -> Scheduler:
     pool = PagePool(num_pages, page_size)
     options = {"max_running_requests": 8, "chunked_prefill_size": 16} | options
-    return Scheduler(pool, PrefixTree(pool), **options)
+    return scheduler_of(pool, PrefixTree(pool), **options)
+
+
+def scheduler_of(
+    pool: PagePool,
+    prefix_tree: PrefixTree | None,
+    *,
+    chunked_prefill_size: int,
+    max_decode_delay: float = math.inf,
+    key_cost: float = 0.0,
+    usable_prefix: UsablePrefix | None = None,
+    look_ahead: int = 0,
+    longest_shared: int | None = None,
+    **options: Any,
+) -> Scheduler:
+    """Makes a scheduler with its page tables and prefill budget."""
+    tables = PageTables(pool, prefix_tree, usable_prefix, look_ahead, longest_shared)
+    budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
+    return Scheduler(tables, budget, **options)
 
 
 def make_sequence(name, prompt, max_new_tokens=8, **fields) -> Sequence:

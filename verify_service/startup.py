@@ -42,6 +42,8 @@ from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
 from verify_service.metrics import AnyMetrics
 from verify_service.scheduler.page_pool import PagePool
+from verify_service.scheduler.page_tables import PageTables
+from verify_service.scheduler.prefill_budget import PrefillBudget
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.sizes import chunk_size, max_decode_delay
@@ -265,18 +267,20 @@ def _make_scheduler(
     limits: EngineLimits,
 ) -> Scheduler:
     model_config = target.model.config
-    return Scheduler(
+    tables = PageTables(
         pool,
         None if config.disable_radix_cache else PrefixTree(pool),
-        max_running_requests=config.max_running_requests,
-        chunked_prefill_size=chunk_size(config, target.device),
-        max_decode_delay=max_decode_delay(config),
-        key_cost=model_config.key_cost,
-        max_queue=config.max_queued_requests,
-        context_length=limits.context_length,
         usable_prefix=drafts.usable_prefix if links else None,
         look_ahead=int(any(link.capabilities.layers is not None for link in links)),
         longest_shared=model_config.dynamic_from,
+    )
+    chunk = chunk_size(config, target.device)
+    return Scheduler(
+        tables,
+        PrefillBudget(chunk, max_decode_delay(config), model_config.key_cost),
+        max_running_requests=config.max_running_requests,
+        max_queue=config.max_queued_requests,
+        context_length=limits.context_length,
     )
 
 

@@ -5,17 +5,14 @@ chunk of prompt tokens. What a better-ranked sequence needs to go on is taken fr
 ones, so the best-ranked one always progresses.
 """
 
-import math
 import time
 from collections.abc import Callable
 
 from foredraft.errors import InvalidRequest, Overloaded, PromptTooLong
 from foredraft.types import FinishReason
-from verify_service.scheduler.page_pool import PagePool
-from verify_service.scheduler.page_tables import PageTables, UsablePrefix
+from verify_service.scheduler.page_tables import PageTables
 from verify_service.scheduler.prefill_budget import PrefillBudget
 from verify_service.scheduler.prefill_split import split_chunk
-from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Sequence, Status
 from verify_service.scheduler.run_queue import RunQueue, insert_by_rank
 from verify_service.scheduler.step_plan import DecodeSlot, PrefillChunk, StepPlan
@@ -29,60 +26,40 @@ class Scheduler:
     While the outcome of one step is not known, `schedule_ahead` plans the step after it.
 
     Args:
-        pool: Page numbers and their holders.
-        prefix_tree: Prefix tree over the same pool; None caches and shares nothing.
+        tables: Changes the page tables of all sequences.
+        prefill_budget: Bounds the prompt tokens of a step.
         max_running_requests: Number of slots.
-        chunked_prefill_size: Maximum number of prompt tokens of a step.
-        max_decode_delay: Maximum seconds that prompts may add to a step beside running sequences.
-        key_cost: Cost of a key for a query relative to a token's weights; see `PrefillBudget`.
         max_queue: Number of waiting sequences above which `add` refuses, besides those that free
             slots will take.
         context_length: Maximum number of tokens that the model can hold, or None.
         admission_headroom: Output tokens that admission keeps room for per running sequence (as
             far as it may still generate them), so that admitting does not soon preempt.
-        usable_prefix: Returns, for a sequence and its pages from the prefix tree, how many of their
-            tokens need not be computed again. The others are, onto the same pages: so a draft gets
-            back state that it lost.
-        look_ahead: Tokens after a page (0 or 1) that must agree too for it to be shared: the last
-            entry of an EAGLE-family draft's page depends on the token after it.
-        longest_shared: Maximum number of tokens of prompts that share pages, because keys of longer
-            ones depend on their length; None without a limit.
+
+    Attributes:
+        pool, prefix_tree: Those of the tables.
+        max_sequence_tokens: Maximum number of tokens of a sequence.
     """
 
     def __init__(
         self,
-        pool: PagePool,
-        prefix_tree: PrefixTree | None,
+        tables: PageTables,
+        prefill_budget: PrefillBudget,
         *,
         max_running_requests: int,
-        chunked_prefill_size: int,
-        max_decode_delay: float = math.inf,
-        key_cost: float = 0.0,
         max_queue: int = 1024,
         context_length: int | None = None,
         admission_headroom: int = 64,
-        usable_prefix: UsablePrefix | None = None,
-        look_ahead: int = 0,
-        longest_shared: int | None = None,
     ) -> None:
-        self.pool = pool
-        self.prefix_tree = prefix_tree or PrefixTree(pool)
+        self._tables = tables
+        self.pool, self.prefix_tree = tables.pool, tables.prefix_tree
+        self.prefill_budget = prefill_budget
         self.max_running_requests = max_running_requests
-        self.prefill_budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
         self.max_queue = max_queue
         self.admission_headroom = admission_headroom
         # The newest token is never in KV, so a sequence may be one longer than the pool.
-        capacity = pool.num_pages * pool.page_size + 1
+        capacity = self.pool.num_pages * self.pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
-        self._tables = PageTables(
-            pool,
-            self.prefix_tree,
-            prefix_tree is not None,
-            usable_prefix,
-            look_ahead,
-            longest_shared,
-        )
-        self._queue = RunQueue(self._tables, max_running_requests)
+        self._queue = RunQueue(tables, max_running_requests)
 
     @property
     def running(self) -> tuple[Sequence, ...]:

@@ -10,6 +10,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams
+from testing.scheduling import scheduler_of
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
@@ -30,7 +31,6 @@ from verify_service.executor.choice.verification import Verified
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
-from verify_service.scheduler.scheduler import Scheduler
 
 PAGE, WIDTH, NUM_PAGES = 64, 2, 200
 
@@ -113,7 +113,7 @@ def engine(num_sequences: int, has_draft: bool) -> Engine:
         draft = RemoteDraft("", client, arena, pool, settings, metrics)
         draft.suspend(True)  # as before the requests came
         drafts = Drafts([draft])
-    scheduler = Scheduler(
+    scheduler = scheduler_of(
         pool,
         PrefixTree(pool),
         max_running_requests=num_sequences,

@@ -1,10 +1,17 @@
 """Pages that sequences share, when they are computed once, and what is computed again."""
 
-from testing.scheduling import chunks, decodes, make_scheduler, make_sequence, step, unlike
+from testing.scheduling import (
+    chunks,
+    decodes,
+    make_scheduler,
+    make_sequence,
+    scheduler_of,
+    step,
+    unlike,
+)
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.request import Status
-from verify_service.scheduler.scheduler import Scheduler
 
 
 def test_a_finished_prefix_is_a_hit_that_leaves_one_token_to_compute():
@@ -48,7 +55,7 @@ def test_a_finished_prefix_is_evicted_from_its_end():
 
 def test_without_a_prefix_tree_nothing_is_shared():
     pool = PagePool(64, 4)
-    scheduler = Scheduler(pool, None, max_running_requests=2, chunked_prefill_size=32)
+    scheduler = scheduler_of(pool, None, max_running_requests=2, chunked_prefill_size=32)
     for label in "ab":
         seq = make_sequence(label, 13, max_new_tokens=3)
         scheduler.add(seq)
@@ -85,7 +92,7 @@ def test_a_page_filled_twice_ends_as_one():
 
 def test_usable_prefix_has_pages_recomputed_in_place():
     pool = PagePool(64, 4)
-    scheduler = Scheduler(
+    scheduler = scheduler_of(
         pool,
         PrefixTree(pool),
         max_running_requests=8,
@@ -104,7 +111,7 @@ def test_usable_prefix_has_pages_recomputed_in_place():
 
 def test_a_page_may_be_shared_only_before_the_same_token():
     pool = PagePool(64, 4)
-    scheduler = Scheduler(
+    scheduler = scheduler_of(
         pool, PrefixTree(pool), max_running_requests=8, chunked_prefill_size=64, look_ahead=1
     )
     prompts = {"a": [7, 7], "b": [7, 9], "c": [8, 7]}
