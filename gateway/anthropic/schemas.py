@@ -2,12 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
-from gateway.openai.extensions import ExtendedBody
+from gateway.openai.extensions import ExtendedBody, Loose
 from gateway.openai.reasoning import switch_variables
 from gateway.openai.response_format import JsonSchema, ResponseFormat
 from gateway.openai.schemas import ChatBody, Message
@@ -25,18 +25,6 @@ _TOOLS_REFUSED = {
     "input_examples": "put examples into the description",
     "allowed_callers": "only the model calls tools: leave it out",
 }
-
-
-class Loose(Body):
-    """An object whose kind decides about its fields."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    def refuse_others(self, where: str) -> None:
-        """Raises InvalidRequest, naming the field below `where`, where a field is not known."""
-        for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                raise InvalidRequest(f"{where}.{name[:40]}", "is not a field that can be honoured")
 
 
 class InnerBlock(Loose):

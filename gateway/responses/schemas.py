@@ -2,12 +2,12 @@
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from gateway import remedies
 from gateway.http import Body, Items, Objects, refuse
-from gateway.openai.extensions import ExtendedBody
+from gateway.openai.extensions import ExtendedBody, Loose
 from gateway.openai.response_format import JsonSchema, ResponseFormat
 from gateway.openai.schemas import ChatBody, Message
 from gateway.openai.tools import (
@@ -37,18 +37,6 @@ _REFUSED = {
     "access_programs": "there are no such programs",
 }
 MAX_METADATA = 16
-
-
-class Loose(Body):
-    """An object whose kind decides about its fields."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    def refuse_others(self, where: str) -> None:
-        """Raises InvalidRequest, naming the field below `where`, where a field is not known."""
-        for name, value in (self.model_extra or {}).items():
-            if value is not None:
-                raise InvalidRequest(f"{where}.{name[:40]}", "is not a field that can be honoured")
 
 
 class ContentPart(Loose):
