@@ -93,11 +93,19 @@ class OpenRequests:
         self._steps.clear()
         self.trees = {}
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         """Begins a round and drops the trees of the last one, which have been verified."""
         for step in self._steps.values():
             step.is_due = False
         self.trees = {}
+
+    def use(self, trees: dict[int, Drafted]) -> None:
+        """Verifies trees that earlier answers brought, in place of this round's.
+
+        Args:
+            trees: Trees by request id.
+        """
+        self.trees = trees
 
     def expect(
         self,

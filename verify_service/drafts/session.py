@@ -182,7 +182,7 @@ class RemoteDraft:
         For requests that the step verifies, it may wait for room in the arena. For trials it does
         not wait, and requests none while an earlier trial is unanswered.
         """
-        self._wire.requests.begin()
+        self._wire.requests.begin_round()
         if self._epoch == 0:
             self._released.clear()
             return
@@ -216,7 +216,7 @@ class RemoteDraft:
         if wire.has_content:
             wire.send()
         if trees is not None:
-            wire.requests.trees = trees
+            wire.requests.use(trees)
             DRAFTS_AHEAD.inc()
 
     def collect(self) -> Mapping[int, Drafted]:

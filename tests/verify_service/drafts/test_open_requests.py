@@ -27,7 +27,7 @@ def test_confidences_are_few_whatever_a_draft_says() -> None:
     for step, confidence in enumerate((0, 5, MOST_CONFIDENCE, 1000, 2**32 - 1), 1):
         sequence: Any = SimpleNamespace(request_id=7)
         asked = {3: OpenRequest(DraftRequest(sequence, 4), 10, 4)}
-        requests.begin()
+        requests.begin_round()
         requests.expect(draft_pb2.StepRequest(step=step), asked)
         proposal = draft_pb2.Proposal(slot=3, tokens=[1], parents=[-1], confidence=confidence)
         requests.read(draft_pb2.StepResponse(step=step, proposals=[proposal]))
@@ -56,7 +56,7 @@ class Round:
     def expect(self, step: int, asked: dict[int, OpenRequest], num_tokens: int = 2) -> None:
         request = draft_pb2.StepRequest(step=step)
         request.sequences.add(slot=0, tokens=[1] * num_tokens)
-        self.open.begin()
+        self.open.begin_round()
         self.open.expect(request, asked)
 
     def answer(self, step: int, *chains: tuple[int, list[int]], seconds: float = 0.0) -> Any:
