@@ -1,4 +1,4 @@
-"""Steps that run ahead with several drafts, some of which follow on the device, while sequences
+"""Overlapped steps with several drafts, some of which follow on the device, while sequences
 change between them: random joins, leaves, cancels, preemptions and deaths of any draft give what
 plain decoding gives.
 """
