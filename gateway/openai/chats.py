@@ -209,7 +209,15 @@ async def prepare(
     sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar, words)
     must_fit = given is not None and not is_cut_to_context
     job = make_job(
-        serving, body, prompt.ids, sampling, name, name, must_fit, may_be_empty, "messages"
+        serving,
+        body,
+        prompt.ids,
+        sampling,
+        name=name,
+        call=name,
+        must_fit=must_fit,
+        may_be_empty=may_be_empty,
+        field="messages",
     )
     if prompt.form.keeps_special_tokens:
         job = replace(job, skip_special_tokens=False)
@@ -221,18 +229,26 @@ def make_job(
     body: GenerationBody,
     ids: list[int],
     sampling: SamplingParams,
+    *,
     name: str,
     call: str,
-    max_given: bool,
+    must_fit: bool,
     may_be_empty: bool,
     field: str = "prompt",
 ) -> Job:
-    """Makes the job of one prompt of a request."""
+    """Makes the job of one prompt of a request.
+
+    Args:
+        name: See `Job`; so is `call`.
+        must_fit: Whether an output that does not fit the context is refused, not cut.
+        may_be_empty: Whether a request for zero tokens is allowed.
+        field: The client's name for the prompt.
+    """
     return serving.job(
         ids,
         sampling,
         prompt_field=field,
-        max_new_tokens_given=max_given,
+        max_new_tokens_given=must_fit,
         may_be_empty=may_be_empty,
         name=name,
         call=call,

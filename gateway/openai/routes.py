@@ -99,10 +99,10 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
                 body,
                 body.truncated(ids),
                 sampling,
-                f"{call_id}-{i}" if i else call_id,
-                call_id,
-                body.max_tokens is not None,
-                True,
+                name=f"{call_id}-{i}" if i else call_id,
+                call=call_id,
+                must_fit=body.max_tokens is not None,
+                may_be_empty=True,
             )
         )
         if body.echo:
