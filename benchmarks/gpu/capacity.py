@@ -26,7 +26,7 @@ from foredraft.config.services import KV_CACHE_DTYPES
 from foredraft.telemetry import logging as telemetry_logging
 from testing.drafts import DraftProcess
 from testing.engines import CHANGED, DRAFT_FLAGS, Harness, running_engine
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from testing.engines import Collector, Harness, Job, running_engine
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.outputs import Load, StepOutput
 
 HEADS = {"STANDALONE": "draft", "EAGLE": "eagle", "EAGLE3": "eagle3", "MTP": "mtp"}

@@ -22,7 +22,7 @@ from verify_service.attach.trained_quantization import quantization_note
 from verify_service.drafts.arena import Arena
 from verify_service.drafts.capabilities import DraftCapabilities, layers_to_capture
 from verify_service.drafts.client import DraftClient
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.settings import DraftSettings
 from verify_service.metrics import AnyMetrics, SpeculationMetrics
 from verify_service.scheduler.page_pool import PagePool

@@ -14,7 +14,7 @@ from foredraft.trees.draft_tree import NO_PARENT
 from foredraft.types import SamplingParams
 from verify_service.drafts.drafts import Drafts
 from verify_service.drafts.proposals import DeviceRequest, DeviceTrees, DraftRequest
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.settings import DraftSettings
 from verify_service.executor.base import DeviceOutcome
 from verify_service.metrics import SpeculationMetrics

@@ -16,9 +16,9 @@ from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
 from verify_service.controller.messages import Plan
-from verify_service.drafts import session, sync
+from verify_service.drafts import remote_draft, sync
 from verify_service.drafts.arena import Exchange
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.engine.tree_sizes import TreeSizes
 
 
@@ -135,7 +135,7 @@ def test_a_suspended_draft_is_told_nothing_until_it_is_asked(
     """Then it is told all, in an order in which no page is read before it was filled, whoever
     shares it.
     """
-    monkeypatch.setattr(session, "MOST_KEPT", kept_bytes)
+    monkeypatch.setattr(remote_draft, "MOST_KEPT", kept_bytes)
     monkeypatch.setattr(sync, "MOST_READ", 100)
     plan, rng, num_suspended = TreeSizes.plan, random.Random(4), 0
 

@@ -7,7 +7,7 @@ from typing import Any
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from verify_service.drafts.proposals import DraftRequest
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.settings import DraftSettings
 from verify_service.metrics import SpeculationMetrics
 from verify_service.scheduler.page_pool import PagePool

@@ -14,7 +14,7 @@ from testing.scheduling import scheduler_of
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.session import RemoteDraft
+from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.settings import DraftSettings
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.live_requests import EngineRequest
