@@ -7,6 +7,14 @@ from foredraft.config.by_name import is_by_name
 from foredraft.config.speculation_flags import SpeculationFlags
 from foredraft.errors import ConfigError
 
+# Why an algorithm takes no --speculative-num-steps and --speculative-eagle-topk.
+_UNUSED = {
+    "NONE": "nothing is drafted",
+    "NGRAM": (
+        "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
+    ),
+}
+
 
 def check_together(algorithms: Sequence[str], model_path: str) -> None:
     """Raises ConfigError for algorithms that cannot draft beside each other, or models that are not
@@ -27,6 +35,19 @@ def check_together(algorithms: Sequence[str], model_path: str) -> None:
 
 def check_speculation(config: SpeculationFlags) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
+    _check_model(config)
+    _check_weights(config)
+    _check_thresholds(config)
+    _check_sizes(config)
+    if config.traits.has_model:
+        _check_tree(config)
+    if config.speculative_algorithm == "NGRAM" or config.speculative_ngram_override:
+        _check_ngram(config)
+    _check_override(config)
+
+
+def _check_model(config: SpeculationFlags) -> None:
+    """Checks the flags that say what kind of model drafts."""
     algorithm, traits = config.speculative_algorithm, config.traits
     if traits.needs_files and not config.speculative_draft_model_path:
         raise ConfigError(
@@ -45,6 +66,11 @@ def check_speculation(config: SpeculationFlags) -> None:
         raise ConfigError(
             "--enable-multi-layer-eagle drafts chains: --speculative-eagle-topk must be 1"
         )
+
+
+def _check_weights(config: SpeculationFlags) -> None:
+    """Checks the flags that say where weights come from, and their form."""
+    algorithm, traits = config.speculative_algorithm, config.traits
     quantization = config.speculative_draft_model_quantization
     if quantization == "fp8" and getattr(config, "device", "auto") == "cpu":
         raise ConfigError(
@@ -60,25 +86,27 @@ def check_speculation(config: SpeculationFlags) -> None:
         raise ConfigError(
             f"--speculative-draft-model-path has no use with --speculative-algorithm {algorithm}"
         )
+
+
+def _check_thresholds(config: SpeculationFlags) -> None:
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if not 0 < getattr(config, name) <= 1:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
             )
-    unused = {
-        "NONE": "nothing is drafted",
-        "NGRAM": (
-            "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
-        ),
-    }
+
+
+def _check_sizes(config: SpeculationFlags) -> None:
+    """Checks the sizes of trees, each by itself; `_check_tree` checks that they go together."""
+    algorithm = config.speculative_algorithm
     for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
         value = getattr(config, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
-        if value is not None and algorithm in unused:
+        if value is not None and algorithm in _UNUSED:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}:"
-                f" {unused[algorithm]}"
+                f" {_UNUSED[algorithm]}"
             )
     tokens = config.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= 256:
@@ -90,11 +118,6 @@ def check_speculation(config: SpeculationFlags) -> None:
             "--speculative-num-draft-tokens has no use with --speculative-algorithm NONE: nothing"
             " is drafted"
         )
-    if traits.has_model:
-        _check_tree(config)
-    if algorithm == "NGRAM" or config.speculative_ngram_override:
-        _check_ngram(config)
-    _check_override(config)
 
 
 def _check_tree(config: SpeculationFlags) -> None:
