@@ -107,9 +107,6 @@ class OracleDraft:
     def collect(self) -> dict[int, Drafted]:
         return self._proposed
 
-    def has_tried(self) -> bool:
-        return True
-
     def take_trials(self) -> list[Trial]:
         trials, self._trials = self._trials, []
         return trials

@@ -103,11 +103,10 @@ class DraftProxy(Protocol):
     def collect(self) -> Mapping[int, Drafted]:
         """Waits for the proposals that will be verified; returns them by request id."""
 
-    def has_tried(self) -> bool:
-        """Returns, without waiting, whether the answers to all trials have come or never will."""
-
-    def take_trials(self) -> list[Trial]:
-        """Returns the trials that have been answered since the last call."""
+    def take_trials(self) -> list[Trial] | None:
+        """Returns, without waiting, the trials that have been answered since the last call; None
+        while an answer may still come.
+        """
 
     # Steps that follow one another on the device.
 

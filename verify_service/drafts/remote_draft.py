@@ -18,12 +18,12 @@ from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.client import DraftClient
 from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
-from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
 from verify_service.drafts.remote_trees import RemoteTrees
 from verify_service.drafts.settings import DraftSettings
-from verify_service.drafts.sync import StepFacts, Sync, decide
+from verify_service.drafts.step_sync import StepSync
+from verify_service.drafts.sync import StepFacts
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.drafts.wire import DraftWire, tree_limits
 from verify_service.executor.base import DeviceOutcome
@@ -93,7 +93,9 @@ class RemoteDraft:
         self._ahead = DraftAhead()  # trees that a draft without cost makes while the target runs
         self._released: set[int] = set()  # slots that the draft does not know to be free yet
         on_tree = self._ahead.keep if self.capabilities.is_free else None
-        self._wire = DraftWire(client, epoch, settings.vocab_size, self._metrics, hidden, on_tree)
+        wire = DraftWire(client, epoch, settings.vocab_size, self._metrics, hidden, on_tree)
+        self._wire = wire
+        self._sync = StepSync(self._messages, wire, hidden, self._ahead, settings)
 
     # `DraftProxy` describes the methods.
 
@@ -212,7 +214,7 @@ class RemoteDraft:
             wire.drain()  # answers to requests made ahead
         trees = self._ahead.take(requests) if is_free else None
         self._begin_message(is_awaited=trees is None)
-        self._sync(step, requests, extending)
+        self._sync.fill(step, requests, extending)
         if wire.has_content:
             wire.send()
         if trees is not None:
@@ -227,17 +229,13 @@ class RemoteDraft:
             self._lost(error)
             return {}
 
-    def has_tried(self) -> bool:
+    def take_trials(self) -> list[Trial] | None:
         """See `DraftProxy`."""
         try:
-            return self._wire.try_drain()
+            if not self._wire.try_drain():
+                return None
         except (DraftError, ArenaError) as error:
             self._lost(error)
-            return True
-
-    def take_trials(self) -> list[Trial]:
-        """See `DraftProxy`."""
-        self.has_tried()
         return self._wire.requests.take_trials()
 
     # Steps that follow one another on the device.
@@ -286,68 +284,6 @@ class RemoteDraft:
         if self._released:
             self._messages.released(self._released)
             self._released.clear()
-
-    def _sync(
-        self,
-        step: StepFacts,
-        requests: Sequence[DraftRequest],
-        extending: Sequence[RequestSequence],
-    ) -> None:
-        """Adds the step's sequences to the message; sends parts of it where the arena is full.
-
-        Args:
-            step: Facts that need no look at the sequences.
-            requests: All sequences that decode.
-            extending: Sequences whose prompts are computed.
-        """
-        messages, wire, hidden = self._messages, self._wire, self._hidden
-        wanted = [one.sequence for one in requests if one.max_nodes]
-        are_all_kept = hidden is None or all(
-            hidden.run(one.sequence) is not None for one in requests
-        )
-        step = step._replace(
-            are_requests_alone=all(map(messages.stands_alone, wanted)), all_are_kept=are_all_kept
-        )
-        # A step that does not need the draft does not wait for it.
-        waits = step.must_sync or any(one.max_nodes and not one.is_trial for one in requests)
-        budget, num_read, is_full = self._settings.refill_tokens, 0, False
-        work = [(one, False) for one in requests]
-        work += [(DraftRequest(sequence, 0), True) for sequence in extending]
-        for one, is_prompt in work:
-            facts = messages.facts(one.sequence, one.max_nodes > 0, is_prompt)
-            if decide(step, facts, num_read, is_full) is not Sync.SYNC:
-                continue
-            if not waits and not wire.has_room(facts.lag):
-                is_full = True
-                continue
-            num_tokens = self._tell(one, budget)
-            budget -= num_tokens
-            num_read += num_tokens
-
-    def _tell(self, one: DraftRequest, budget: int) -> int:
-        """Adds a sequence's new tokens and the request for its tree to the message.
-
-        Returns the number of tokens.
-        """
-        sequence, (steps, topk) = one.sequence, self._settings.tree_shape
-        # The budget is at least what a step commits, or the last sequences would never catch up.
-        message, num_tokens = self._messages.message(sequence, max(budget, steps + 1))
-        # A draft that reads hidden states proposes after the last one that it is given.
-        may_ask = num_tokens > 0 or self._hidden is None
-        is_asked = one.max_nodes > 0 and may_ask and self._messages.has_caught_up(sequence)
-        if not (num_tokens or is_asked or message.HasField("begin")):
-            return 0
-        num_nodes = 0
-        if is_asked:
-            own, num_nodes = sequence.speculation, self._ahead.num_nodes(one)
-            # A tree deeper than the rest of the output would be wasted.
-            steps = min(own.num_steps or steps, steps, one.max_nodes, sequence.num_output_left - 1)
-            topk = min(own.topk or topk, topk)
-            message.propose.CopyFrom(tree_limits(steps, topk, num_nodes))
-        self._wire.add_rows(sequence, message)
-        if is_asked:
-            self._wire.ask(message.slot, OpenRequest(one, len(sequence.tokens), num_nodes))
-        return num_tokens
 
 
 def _hidden_states(

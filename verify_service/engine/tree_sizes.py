@@ -311,9 +311,9 @@ class TreeSizes:
         """
         draft, found = self._each[number], self._trials[number]
         if found is None:
-            if not draft.has_tried():
-                return
             found = self._trials[number] = draft.take_trials()
+            if found is None:
+                return
         outcomes = []
         for trial in found:
             tree, sequence = trial.drafted.tree, trial.sequence

@@ -18,7 +18,7 @@ from testing.stack import eventually
 from verify_service.controller.messages import Plan
 from verify_service.drafts import remote_draft, sync
 from verify_service.drafts.arena import Exchange
-from verify_service.drafts.remote_draft import RemoteDraft
+from verify_service.drafts.step_sync import StepSync
 from verify_service.engine.tree_sizes import TreeSizes
 
 
@@ -184,17 +184,17 @@ def test_steps_with_prompts_put_off_what_a_draft_is_told(
         is_plain = rng.random() < (0.9 if other_rows else 0.3) or is_suspended
         return Plan([0] * len(whole.nodes), 1) if is_plain else whole
 
-    def note(self: RemoteDraft, step: sync.StepFacts, *args: Any) -> None:
+    def note(self: StepSync, step: sync.StepFacts, *args: Any) -> None:
         usual(self, step, *args)
         told.append((step.has_prompts, step.has_requests, len(self._wire._request.sequences)))
 
-    usual = RemoteDraft._sync
+    usual = StepSync.fill
     work = jobs(40, num_new=30)
     drafter = HiddenDrafter(WIDTH, weight_bytes=1)
     drafter.texts = texts(target, work)
     monkeypatch.setattr(Exchange, "device", as_on_a_gpu)
     monkeypatch.setattr(TreeSizes, "plan", spared)
-    monkeypatch.setattr(RemoteDraft, "_sync", note)
+    monkeypatch.setattr(StepSync, "fill", note)
     with engine_with(drafter, target, **{**FLAGS, "max_total_tokens": 8 * 60}) as harness:
         assert run(harness, drafter, work) > 1.1
         harness.check_nothing_left()
