@@ -19,7 +19,7 @@ from pathlib import Path
 
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.rpc.channel import wait_ready
-from verify_service.drafts.client import DraftClient
+from verify_service.connection.client import DraftClient
 
 PERIOD = 50
 TOKENS_PER_STEP = 3

@@ -19,9 +19,9 @@ from foredraft.transport import codec
 from foredraft.transport.device_exchange import StepSizes
 from verify_service.attach.fusion import FusionSource
 from verify_service.attach.trained_quantization import quantization_note
-from verify_service.drafts.arena import Arena
+from verify_service.connection.arena import Arena
+from verify_service.connection.client import DraftClient
 from verify_service.drafts.capabilities import DraftCapabilities, layers_to_capture
-from verify_service.drafts.client import DraftClient
 from verify_service.drafts.remote_draft import RemoteDraft
 from verify_service.drafts.settings import DraftSettings
 from verify_service.metrics import AnyMetrics, SpeculationMetrics

@@ -1,1 +1,1 @@
-"""The engine's side of its drafts: connections, syncs, hidden states and proposals."""
+"""The engine's side of its drafts, in the engine's thread: syncs, hidden states and proposals."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.runner.model_runner import ForwardOutput
-from verify_service.drafts.arena import Exchange
+from verify_service.connection.arena import Exchange
 from verify_service.drafts.features import DraftFeatures
 from verify_service.drafts.hidden_state_buffer import HiddenStateBuffer, select_rows
 from verify_service.drafts.page_marks import DraftMarks

@@ -13,9 +13,9 @@ import torch
 from foredraft.errors import DraftError
 from foredraft.transport.device_exchange import DeviceExchange
 from foredraft.transport.rows import ArenaError
-from verify_service.drafts.arena import Arena, Exchange
+from verify_service.connection.arena import Arena, Exchange
+from verify_service.connection.client import DraftClient
 from verify_service.drafts.capabilities import DraftCapabilities
-from verify_service.drafts.client import DraftClient
 from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.page_marks import DraftMarks

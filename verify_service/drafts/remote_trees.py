@@ -8,7 +8,7 @@ import torch
 from foredraft.errors import DraftError
 from foredraft.transport.device_exchange import DeviceExchange
 from foredraft.trees.draft_tree import NO_PARENT
-from verify_service.drafts.client import DraftClient
+from verify_service.connection.client import DraftClient
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.scheduler.request import Sequence as RequestSequence
 

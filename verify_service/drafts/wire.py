@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 
 from foredraft.api.draft.v1 import draft_pb2
-from verify_service.drafts.client import DraftClient
+from verify_service.connection.client import DraftClient
 from verify_service.drafts.hidden_states import HiddenStates
 from verify_service.drafts.open_requests import OpenRequest, OpenRequests
 from verify_service.drafts.proposals import Drafted

@@ -21,8 +21,8 @@ from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
 from verify_service import startup
 from verify_service.attach import links as draft_links
+from verify_service.connection.arena import Arena
 from verify_service.controller.messages import Plan
-from verify_service.drafts.arena import Arena
 from verify_service.drafts.run import Run
 from verify_service.engine.overlap import OverlapScheduler
 from verify_service.engine.tree_sizes import TreeSizes

@@ -15,9 +15,9 @@ from testing.engines import Job
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
+from verify_service.connection.arena import Exchange
 from verify_service.controller.messages import Plan
 from verify_service.drafts import remote_draft, sync
-from verify_service.drafts.arena import Exchange
 from verify_service.drafts.step_sync import StepSync
 from verify_service.engine.tree_sizes import TreeSizes
 

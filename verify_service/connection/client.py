@@ -17,7 +17,7 @@ from foredraft.errors import DraftError, ForedraftError
 from foredraft.rpc.channel import channel
 from foredraft.rpc.errors import from_rpc_error
 from foredraft.rpc.tls import Identity
-from verify_service.drafts.stream import DraftStream, StreamReader
+from verify_service.connection.stream import DraftStream, StreamReader
 
 INFO_TIMEOUT = 2.0
 ATTACH_TIMEOUT = 30.0  # the draft allocates its KV meanwhile

@@ -25,7 +25,7 @@ from testing.engines import Job
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.segments import segments
 from testing.stack import eventually
-from verify_service.drafts.arena import Arena
+from verify_service.connection.arena import Arena
 
 SHM, INLINE = tensor_pb2.TRANSPORT_SHM, tensor_pb2.TRANSPORT_INLINE
 CUDA_IPC = tensor_pb2.TRANSPORT_CUDA_IPC

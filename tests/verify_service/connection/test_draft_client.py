@@ -16,8 +16,8 @@ from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError
 from testing.drafts import DraftProcess, attach_request
 from testing.stack import eventually
-from verify_service.drafts import client as draft_client
-from verify_service.drafts.client import DraftClient
+from verify_service.connection import client as draft_client
+from verify_service.connection.client import DraftClient
 
 COPY = [5, 6, 7, 8, 9, 10, 11, 5, 6, 7]
 

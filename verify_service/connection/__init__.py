@@ -1,0 +1,1 @@
+"""The connection to a draft: its thread attaches, makes shared memory, and notices a dead draft."""
