@@ -11,6 +11,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.rows import SamplingRows
 
+# Rows of a block times query heads of a KV head up to which a short context is worth cutting.
+_FEW_BLOCK_ROWS = 32
+
 
 class DraftBatches:
     """Creates the batches of a step of one size.
@@ -132,7 +135,7 @@ class DraftBatches:
             is_causal=None,
             tail_positions=plan.tail_positions if self._shape.is_windowed else None,
             max_rows=num_rows,
-            num_splits=splits_for(batch, num_rows, self._kv, max_keys),
+            num_splits=splits_for(batch, num_rows, self._kv, max_keys, few_rows=_FEW_BLOCK_ROWS),
         )
         return Batch(rows.tokens, rows.positions, rows.slots, (), plan=attention)
 
