@@ -64,7 +64,7 @@ class BlockProposer(PagedProposer):
         source = HiddenSource(reader, max_batch * shape.num_rows, width, draft.dtype, draft.device)
 
         def features(rows: torch.Tensor) -> torch.Tensor:
-            hidden = source.rows.index_select(0, rows)
+            hidden = source.rows[rows]
             return hidden if self._attach.fused else draft.fuse(hidden)
 
         graphs = BlockGraphs(

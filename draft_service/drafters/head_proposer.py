@@ -107,7 +107,7 @@ class HeadProposer(BeamProposer):
             shape,
             ordering=self._ordering,
             token_map=head.token_map,
-            features=lambda rows: self._fuse(source.rows.index_select(0, rows)),
+            features=lambda rows: self._fuse(source.rows[rows]),
             max_batch=settings.max_batch(self._attach),
             handed_on=handed_on(self.exchange, shape),
         )

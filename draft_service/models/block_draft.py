@@ -6,9 +6,12 @@ normalised once for all layers. A block's rows are the newest token and mask tok
 the context and to its whole block.
 """
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
+from draft_service.models.context_keys import ContextKeys
 from draft_service.models.draft_head import DraftHead, HeadSpec, Pass
 from draft_service.models.markov import ConfidenceHead, MarkovHead
 from foredraft.attention.base import AttentionBackend, Batch
@@ -73,6 +76,14 @@ class BlockDraft(DraftHead):
         """Whether some layers need the block's rows in causal order."""
         return self.options.is_window_causal and any(self.config.layer.windows)
 
+    @cached_property
+    def _context_keys(self) -> ContextKeys | None:
+        """Made when the weights have been loaded; None where the layers differ too much."""
+        layer, blocks = self.config.layer, [each.attention for each in self._layers]
+        if len(set(layer.ropes)) > 1 or not ContextKeys.works(blocks):
+            return None
+        return ContextKeys(blocks, layer.num_heads * layer.head_dim)
+
     def targets(self) -> dict[str, Target]:
         """See DraftHead."""
         assert self.fusion is not None
@@ -102,9 +113,13 @@ class BlockDraft(DraftHead):
             positions: int64 [n], of the tokens.
             slots: int64 [n], where they go.
         """
-        angles = self.angles(positions)
+        angles, ropes = self.angles(positions), self.config.layer.ropes
+        context = self._context_keys
+        if context is not None and context.takes(features, kv):
+            context.store(features, angles[ropes[0]], slots, kv)
+            return
         for index, layer in enumerate(self._layers):
-            rope = self.config.layer.ropes[index]
+            rope = ropes[index]
             layer.attention.store(features, angles[rope], index, slots, kv)
 
     def forward(
@@ -128,7 +143,7 @@ class BlockDraft(DraftHead):
         next_norms = [*self._norms[1:], self.norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             run = whole if self.config.layer.windows[index] is None else ordered
-            stream, x = layer(x, stream, run, False, next_norm)
+            stream, x = layer(x, stream, run, False, next_norm, owns_stream=True)
         return x
 
     def confidences(

@@ -151,16 +151,22 @@ class HeadLayer(nn.Module):
         run: Pass,
         is_last: bool,
         next_norm: RMSNorm | None,
+        owns_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the stream [num_rows, hidden_size] after the layer, and its norm; in the
         last layer only for the kept rows.
 
         Args:
             x: [num_rows, input_size], input of attention.
-            stream: [num_rows, hidden_size], left unchanged.
+            stream: [num_rows, hidden_size], left unchanged unless `owns_stream`.
             next_norm: Norm to apply to the stream after the layer; None for none.
+            owns_stream: Whether the layer may write to `stream`; all rows are kept then.
         """
         angles = run.angles[self._rope]
+        if owns_stream and next_norm is not None:
+            own = self._index, run.batch, run.kv, run.attention, run.plan
+            x = self.mlp_norm.add(stream, self.attention(x, angles, *own, later=True))
+            return stream, next_norm.add(stream, self.mlp(x, later=True))
         # The sum may overwrite attention's result, which nothing else reads.
         out = self.attention(x, angles, self._index, run.batch, run.kv, run.attention, run.plan)
         if is_last and run.kept_rows is not None:

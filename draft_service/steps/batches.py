@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_service.steps.plan import DraftPlan
+from draft_service.steps.plan import BlockRows, DraftPlan
 from draft_service.steps.records import DraftShape
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonPlan, splits_for
@@ -10,6 +10,9 @@ from foredraft.attention.split_kv import Balance, Levels
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.rows import SamplingRows
+
+# Rows of a block times query heads of a KV head up to which a short context is worth cutting.
+_FEW_BLOCK_ROWS = 32
 
 
 class DraftBatches:
@@ -33,6 +36,7 @@ class DraftBatches:
         self._beam_splits = splits_for(batch, topk, kv, max_keys)
         self._is_balanced = batch > 1
         self._beam_balance: Balance | None = None
+        self._block_rows: BlockRows | None = None
 
     def committed(self) -> Batch:
         """Returns the batch of committed tokens: up to R rows of each sequence, with logits of
@@ -97,36 +101,43 @@ class DraftBatches:
         )
         return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
 
-    def block(self, tokens: torch.Tensor, is_causal: bool) -> Batch:
-        """Returns the batch of a block: as many rows behind the committed keys as a chain has
-        levels. They attend to these keys and to each other.
+    def block_rows(self, num_rows: int) -> BlockRows:
+        """Returns the rows of a block for `plan.begin_block` to fill in.
 
         Args:
-            tokens: int64 [B, levels].
+            num_rows: Rows of a sequence, as many as the plan has levels.
+        """
+        if self._block_rows is None:
+            self._block_rows = BlockRows.empty(len(self.plan.start), num_rows, self._kv.data.device)
+        return self._block_rows
+
+    def block(self, rows: BlockRows, is_causal: bool) -> Batch:
+        """Returns the batch of a block: rows behind the committed keys that attend to these keys
+        and to each other.
+
+        Args:
+            rows: Of `block_rows`.
             is_causal: Whether a row sees no later one.
         """
-        plan, (batch, rows), device = self.plan, tokens.shape, tokens.device
-        mask = torch.ones(rows, rows, dtype=torch.bool, device=device)
-        mask = (mask.tril() if is_causal else mask).repeat(batch, 1)
-        positions = plan.level_positions.t().contiguous().flatten()
+        plan, batch = self.plan, len(self.plan.start)
+        num_rows = len(rows.tokens) // batch
         max_keys = self._shape.max_pages * self._kv.page_size
         attention = TritonPlan(
             kv=self._kv,
             page_tables=plan.tables,
-            first_row=torch.arange(0, batch * rows, rows, dtype=torch.int32, device=device),
-            num_rows=plan.num_beams * rows,
+            first_row=rows.first_row,
+            num_rows=rows.num_rows,
             prefix_start=plan.valid_from,
             prefix_len=plan.num_keys,
             write_index=plan.num_keys,
-            positions=positions,
-            tail_mask=mask,
+            positions=rows.positions,
+            tail_mask=rows.causal_mask if is_causal else rows.whole_mask,
             is_causal=None,
             tail_positions=plan.tail_positions if self._shape.is_windowed else None,
-            max_rows=rows,
-            num_splits=splits_for(batch, rows, self._kv, max_keys),
+            max_rows=num_rows,
+            num_splits=splits_for(batch, num_rows, self._kv, max_keys, few_rows=_FEW_BLOCK_ROWS),
         )
-        slots = plan.level_slots.t().contiguous().flatten()
-        return Batch(tokens.flatten(), positions, slots, (), plan=attention)
+        return Batch(rows.tokens, rows.positions, rows.slots, (), plan=attention)
 
     def sampling(self, any_sampled: bool, any_ranked: bool) -> SamplingRows:
         """Returns the sequences' sampling parameters; see `SamplingRows` for the two promises."""

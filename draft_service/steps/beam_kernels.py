@@ -68,11 +68,14 @@ def best_of_parts(
     """Finds the COUNT best columns of each part of each row, and the part's terms of the
     softmax sum.
 
-    Grid (rows, PARTS). keys int64 [rows, PARTS, COUNT]; maxima, sums float32 [rows, PARTS]. With
-    SAMPLED, rows whose temperature is above 0 are ordered by the sampling rule's scores, noise
-    included; the maxima must have been computed then.
+    Grid (rows, PARTS, levels): rows of `level` and of the levels after it. keys int64 [all rows,
+    PARTS, COUNT]; maxima, sums float32 [all rows, PARTS]. With SAMPLED, rows whose temperature is
+    above 0 are ordered by the sampling rule's scores, noise included; the maxima must have been
+    computed then.
     """
-    row, part = tl.program_id(0), tl.program_id(1)
+    part, sequence = tl.program_id(1), tl.program_id(0) // BEAMS
+    row = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    level += tl.program_id(2)
     column = part * BLOCK + tl.arange(0, BLOCK)
     is_column = column < vocab
     if DEPENDENT:
@@ -85,7 +88,6 @@ def best_of_parts(
     x = tl.minimum(x, 3.4028234663852886e38)
     place = row * PARTS + part
     if SAMPLED:
-        sequence = row // BEAMS
         heat = tl.load(temperature + sequence)
         is_sampled = heat > 0
         others = tl.arange(0, PAD_PARTS)
@@ -133,19 +135,21 @@ def select_beams(
     TOPK: tl.constexpr, COUNT: tl.constexpr, BEAMS: tl.constexpr, PAD_TOPK: tl.constexpr,
     PAD_COUNT: tl.constexpr, PAD_PARTS: tl.constexpr, PAD_MASK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, MAPPED: tl.constexpr, KEEP_FIRST: tl.constexpr,
-    SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr = False,
+    SAMPLED: tl.constexpr, SHARED: tl.constexpr = False, DEPENDENT: tl.constexpr = False,
 ):  # fmt: skip
     """Adds the children of a sequence's beams to the candidates, and selects the best as the
     next beams.
 
     Grid (B,). BEAMS is 1 at level 0, TOPK after it; `first` is the index of the level's first
-    candidate. With SAMPLED, the COUNT best scores of a row that is sampled share its probability,
+    candidate. With SHARED, all beams of a sequence read its one row. With SAMPLED, the COUNT best scores of a row that is sampled share its probability,
     see `tree_building`.
     """
     sequence = tl.program_id(0)
     beam, child = tl.arange(0, PAD_TOPK), tl.arange(0, PAD_COUNT)
     is_beam, is_child = beam < BEAMS, child < TOPK
     row = sequence * BEAMS + beam
+    if SHARED:
+        row = tl.where(is_beam, sequence, 0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -226,6 +230,34 @@ def select_beams(
     seen = tl.where(bit[None, :] == width + index[:, None], 1, seen).to(tl.uint8)
     is_bit = is_index[:, None] & (bit < width + TOPK)[None, :]
     tl.store(mask_out + out[:, None] * mask_stride + bit[None, :], seen, is_bit)
+
+
+@triton.jit
+def select_chain(
+    keys, token_map, all_scores, all_tokens, all_parents, batch,
+    PARTS: tl.constexpr, LEVELS: tl.constexpr, PAD_PARTS: tl.constexpr, PAD_LEVELS: tl.constexpr,
+    MAPPED: tl.constexpr, DEPENDENT: tl.constexpr = False,
+):  # fmt: skip
+    """Selects the best column of each level of a chain whose levels do not depend on each other.
+
+    Grid (B,). keys int64 [LEVELS, B, PARTS]. Scores fall from level to level.
+    """
+    sequence = tl.program_id(0)
+    level, part = tl.arange(0, PAD_LEVELS), tl.arange(0, PAD_PARTS)
+    is_level = level < LEVELS
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = (level[:, None] * batch + sequence) * PARTS + part[None, :]
+    key = tl.load(keys + at, is_level[:, None] & (part < PARTS)[None, :], other=NO_KEY)
+    best = tl.max(key, 1)
+    token = tl.where(best == NO_KEY, 0, _index(best))
+    if MAPPED:
+        token = tl.load(token_map + token).to(tl.int32)
+    place = sequence * LEVELS + level
+    tl.store(all_scores + place, -level.to(tl.float32), is_level)
+    tl.store(all_tokens + place, token, is_level)
+    tl.store(all_parents + place, level - 1, is_level)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from draft_service.models.block_draft import BlockDraft
-from draft_service.steps.graphs import DraftGraphs
+from draft_service.models.markov import MarkovHead
+from draft_service.steps.graphs import Beams, DraftGraphs
 from draft_service.steps.records import DraftShape
 from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
@@ -53,39 +54,48 @@ class BlockGraphs(DraftGraphs):
         self._embed = features
 
     def _extend(self, batch: int) -> None:
-        plan = self._prepare(batch).plan
-        features = self._embed(plan.hidden_rows)
-        self._draft_model.extend(features, plan.positions, plan.slots, self._kv)
+        rows = self._prepare(batch).plan
+        features = self._embed(rows.hidden_rows)
+        self._draft_model.extend(features, rows.positions, rows.slots, self._kv)
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
         batches, draft = self._batches_of(batch), self._draft_model
         options, num_levels = draft.options, self.num_levels
-        newest = batches.plan.tokens.index_select(0, batches.plan.last)
-        masks = newest.new_full((batch, options.block_size - 1), options.mask_token_id)
-        tokens = torch.cat((newest[:, None], masks), 1)
-        whole = batches.block(tokens, is_causal=False)
-        ordered = batches.block(tokens, is_causal=True) if draft.has_causal_layers else None
+        rows = batches.block_rows(options.block_size)
+        self._begin_block(batches.plan, rows, options.mask_token_id, True)
+        whole = batches.block(rows, is_causal=False)
+        ordered = batches.block(rows, is_causal=True) if draft.has_causal_layers else None
         hidden = draft(whole, ordered, self._kv, self._attention)
         first = int(not options.from_anchor)
         hidden = hidden.view(batch, options.block_size, -1)[:, first : first + num_levels]
         # Level by level, so that each level's logits lie together; the LM head is read once.
         hidden = hidden.transpose(0, 1).contiguous()
-        logits = draft.lm_head(hidden.flatten(0, 1)).view(num_levels, batch, -1)
+        logits = draft.lm_head(hidden.flatten(0, 1))
         beams = self._beams(batch, batches, any_sampled, any_ranked)
-        markov, previous = draft.markov, newest
-        state = markov.start(batch) if markov is not None else None
-        for level in range(num_levels):
-            scores, row = logits[level], hidden[level]
+        if draft.markov is None:
+            beams.grow_all(logits, self._token_map)
+        else:
+            self._grow_biased(beams, logits.view(num_levels, batch, -1), hidden, draft.markov)
+        self._write(batch, beams)
+
+    def _grow_biased(
+        self, beams: Beams, logits: torch.Tensor, hidden: torch.Tensor, markov: MarkovHead
+    ) -> None:
+        """Grows the levels one after another, each by the bias of the tokens before it.
+
+        Args:
+            logits: [levels, B, V], of the rows alone.
+            hidden: [levels, B, hidden_size], of the rows.
+        """
+        newest = self._batches_of(hidden.shape[1]).plan
+        previous = newest.tokens.index_select(0, newest.last)
+        state = markov.start(len(previous))
+        for level, (scores, row) in enumerate(zip(logits, hidden, strict=True)):
             if level and self.topk > 1:
                 scores, row = (part.repeat_interleave(self.topk, 0) for part in (scores, row))
-            if markov is not None and state is not None:
-                bias, state = markov.bias(markov.embed(previous), row, state)
-                scores = scores + bias
-            chosen, sources = beams.grow(scores, self._token_map)
-            previous = chosen.flatten().long()
-            if state is not None:
-                state = state.index_select(0, sources)
-        self._write(batch, beams)
+            bias, state = markov.bias(markov.embed(previous), row, state)
+            chosen, sources = beams.grow(scores + bias, self._token_map)
+            previous, state = chosen.flatten(), state.index_select(0, sources)
 
 
 def _no_forward(*_: object) -> Any:

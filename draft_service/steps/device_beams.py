@@ -17,6 +17,8 @@ from foredraft.types import SamplingParams
 logger = logging.getLogger(__name__)
 
 _BLOCK = 4096  # columns of one program
+# Keys, maxima and sums of the parts of some rows, see `beam_kernels.best_of_parts`.
+_Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DeviceBeams:
@@ -73,7 +75,7 @@ class DeviceBeams:
         self._tokens, self._parents, self._places = (
             empty(batch, self._num_candidates) for _ in range(3)
         )
-        self._level = 0
+        self._level, self._num_steps = 0, num_steps
 
     def grow(
         self, logits: torch.Tensor, token_map: torch.Tensor | None
@@ -88,17 +90,53 @@ class DeviceBeams:
         Returns:
             int64 [B, K] tokens of the beams, int64 [B * K] the row that each of them continues.
         """
+        beams = len(logits) // self._batch
+        found = self._keys, self._maxima, self._sums
+        self._find_best(logits, 1, beams, token_map, found)
+        return self._select(found, beams, token_map, is_shared=False)
+
+    def grow_all(self, logits: torch.Tensor, token_map: torch.Tensor | None) -> None:
+        """Grows all levels at once, where a level's logits are the same for all of its beams.
+
+        Args:
+            logits: [num_steps * B, V], level by level.
+            token_map: See `grow`.
+        """
+        levels, parts = self._num_steps, self._parts
+        keys = logits.new_empty(levels, self._batch, parts, self._count, dtype=torch.int64)
+        maxima, sums = logits.new_empty(2, levels, self._batch, parts, dtype=torch.float32)
+        self._find_best(logits, levels, 1, token_map, (keys, maxima, sums))
+        if self._topk > 1:
+            for level, found in enumerate(zip(keys, maxima, sums, strict=True)):
+                self._select(found, self._topk if level else 1, token_map, is_shared=True)
+            return
+        beam_kernels.select_chain[(self._batch,)](
+            keys, keys if token_map is None else token_map, self._scores, self._tokens,
+            self._parents, self._batch, PARTS=parts, LEVELS=levels, PAD_PARTS=power_of_two(parts),
+            PAD_LEVELS=power_of_two(levels), MAPPED=token_map is not None, num_warps=4,
+            **self._launch,
+        )  # fmt: skip
+
+    def _select(
+        self, found: _Found, beams: int, token_map: torch.Tensor | None, is_shared: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Selects the beams of the next level, see `grow`.
+
+        Args:
+            found: What `_find_best` found in the level's rows.
+            beams: Number of present beams of a sequence.
+            is_shared: Whether they share one row.
+        """
+        keys, maxima, sums = found
         level, topk, parts = self._level, self._topk, self._parts
-        num_rows = len(logits)
-        beams = num_rows // self._batch
-        self._find_best(logits, beams, token_map)
-        tokens = torch.empty(self._batch, topk, dtype=torch.int64, device=logits.device)
-        sources = torch.empty(self._batch * topk, dtype=torch.int64, device=logits.device)
+        tokens = torch.empty(self._batch, topk, dtype=torch.int64, device=keys.device)
+        sources = torch.empty(self._batch * topk, dtype=torch.int64, device=keys.device)
         old, new = level % 2, 1 - level % 2
         width = self._masks[0].shape[1]
         beam_kernels.select_beams[(self._batch,)](
-            self._keys, self._maxima, self._sums, sources if token_map is None else token_map,
-            self._maxima if self._rows is None else self._rows.temperature, self._values[old], self._nodes[old], self._masks[old],  # noqa: E501
+            keys, maxima, sums, sources if token_map is None else token_map,
+            maxima if self._rows is None else self._rows.temperature,
+            self._values[old], self._nodes[old], self._masks[old],
             self._values[new], self._nodes[new], self._masks[new], tokens, sources,
             self._scores, self._tokens, self._parents, self._num_candidates, width,
             0 if level == 0 else topk + (level - 1) * topk * topk, level,
@@ -106,23 +144,36 @@ class DeviceBeams:
             PAD_COUNT=power_of_two(self._count),
             PAD_PARTS=power_of_two(parts), PAD_MASK=power_of_two(width),
             HAS_PARENTS=level > 0, MAPPED=token_map is not None, KEEP_FIRST=self._keeps_first,
-            SAMPLED=self._rows is not None, num_warps=4, **self._launch,
+            SAMPLED=self._rows is not None, SHARED=is_shared, num_warps=4, **self._launch,
         )  # fmt: skip
         self._level += 1
         return tokens, sources
 
-    def _find_best(self, logits: torch.Tensor, beams: int, token_map: torch.Tensor | None) -> None:
-        """Finds the best columns of every part of every row."""
-        rows, unused = self._rows, self._maxima
+    def _find_best(
+        self,
+        logits: torch.Tensor,
+        num_levels: int,
+        beams: int,
+        token_map: torch.Tensor | None,
+        found: _Found,
+    ) -> None:
+        """Finds the best columns of every part of every row.
+
+        Args:
+            logits: [num_levels * B * beams, V], of the present level and those after it.
+            beams: Number of rows of a sequence in a level.
+            found: Written.
+        """
+        keys, maxima, sums = found
+        rows = self._rows
+        grid = self._batch * beams, self._parts, num_levels
         passes = [(self._count, False)] if rows is None else [(0, False), (self._count, True)]
         for count, is_sampled in passes:
-            beam_kernels.best_of_parts[(len(logits), self._parts)](
-                logits, self._keys, self._maxima, self._sums,
-                self._keys if token_map is None else token_map,
-                unused if rows is None else rows.temperature,
-                unused if rows is None else rows.min_p,
-                self._keys if rows is None else rows.seed,
-                self._keys if rows is None else rows.position,
+            beam_kernels.best_of_parts[grid](
+                logits, keys, maxima, sums, keys if token_map is None else token_map,
+                maxima if rows is None else rows.temperature,
+                maxima if rows is None else rows.min_p,
+                keys if rows is None else rows.seed, keys if rows is None else rows.position,
                 logits.stride(0), self._vocab, self._level, PARTS=self._parts,
                 PAD_PARTS=power_of_two(self._parts), COUNT=count, PAD_COUNT=power_of_two(max(1, count)),  # noqa: E501
                 BEAMS=beams, BLOCK=_BLOCK,

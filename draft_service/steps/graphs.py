@@ -46,6 +46,8 @@ class Beams(Protocol):
         self, logits: torch.Tensor, token_map: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
+    def grow_all(self, logits: torch.Tensor, token_map: torch.Tensor | None) -> None: ...
+
     def seen(self) -> torch.Tensor: ...
 
     def write(self, results: torch.Tensor) -> None: ...
@@ -121,6 +123,7 @@ class DraftGraphs:
         self._captures = False
         self._has_kernels = False
         self._fill = plan.fill
+        self._begin_block = plan.begin_block
         self._apply_updates = uploads.apply_updates
         self._hand_on_trees = hand_on.hand_on_trees
         if self._on_gpu:
@@ -133,6 +136,7 @@ class DraftGraphs:
             from draft_service.steps import kernels
 
             self._fill = kernels.fill
+            self._begin_block = kernels.begin_block
             self._apply_updates = kernels.apply_updates
             self._hand_on_trees = kernels.hand_on_trees
 

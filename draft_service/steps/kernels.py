@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draft_service.steps.plan import DraftPlan, Known
+from draft_service.steps.plan import BlockRows, DraftPlan, Known
 from draft_service.steps.records import STEP, DraftShape
 from foredraft.kernel_launch import power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
@@ -33,6 +33,16 @@ def fill(
         PER_SLOT=shape.scratch_pages(kv.page_size), ROWS=shape.num_rows,
         PAD_ROWS=power_of_two(shape.num_rows), TOPK=shape.topk, LEVELS=levels,
         PAD_BEAMS=power_of_two(max(1, levels * shape.topk)), BLOCK=256, num_warps=4,
+    )  # fmt: skip
+
+
+def begin_block(plan: DraftPlan, rows: BlockRows, mask_token: int, has_newest: bool) -> None:
+    """See `draft_plan.begin_block`."""
+    batch, num_rows = len(plan.last), len(rows.tokens) // len(plan.last)
+    _begin_block[(batch,)](
+        plan.tokens, plan.last, plan.level_positions, plan.level_slots, plan.num_beams,
+        rows.tokens, rows.positions, rows.slots, rows.num_rows, batch, mask_token,
+        HAS_NEWEST=has_newest, ROWS=num_rows, PAD_ROWS=power_of_two(num_rows), num_warps=1,
     )  # fmt: skip
 
 
@@ -140,6 +150,26 @@ def _fill(
     seed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
     tl.store(seeds + sequence, seed)
     tl.store(out_positions + sequence, (num_keys + shift).to(tl.int64))
+
+
+@triton.jit
+def _begin_block(
+    tokens, last, level_positions, level_slots, nums_beams,
+    out_tokens, out_positions, out_slots, nums_rows, batch, mask_token,
+    HAS_NEWEST: tl.constexpr, ROWS: tl.constexpr, PAD_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Fills in the rows of one sequence's block; grid (B,)."""
+    sequence = tl.program_id(0)
+    row = tl.arange(0, PAD_ROWS)
+    is_row = row < ROWS
+    token = tl.full((PAD_ROWS,), 0, tl.int64) + mask_token
+    if HAS_NEWEST:
+        token = tl.where(row == 0, tl.load(tokens + tl.load(last + sequence)), token)
+    at, out = row * batch + sequence, sequence * ROWS + row
+    tl.store(out_tokens + out, token, is_row)
+    tl.store(out_positions + out, tl.load(level_positions + at, is_row, other=0), is_row)
+    tl.store(out_slots + out, tl.load(level_slots + at, is_row, other=0), is_row)
+    tl.store(nums_rows + sequence, tl.load(nums_beams + sequence) * ROWS)
 
 
 @triton.jit

@@ -39,10 +39,11 @@ class ParallelGraphs(DraftGraphs):
         levels = [self._root_logits[:batch]]
         if num_masks:
             masks = (batch, num_masks)
-            tokens = torch.full(masks, self._mask_token, device=self._device)
+            rows = batches.block_rows(num_masks)
+            self._begin_block(batches.plan, rows, self._mask_token, False)
             features = self._mask_feature.expand(batch * num_masks, -1).contiguous()
-            rows = batches.block(tokens, is_causal=True)
-            logits, _ = self._forward(rows, features, None)
+            block = batches.block(rows, is_causal=True)
+            logits, _ = self._forward(block, features, None)
             # Level by level, so that each level's logits lie together.
             levels += logits.unflatten(0, masks).transpose(0, 1).contiguous().unbind()
         beams = self._beams(batch, batches, any_sampled, any_ranked)

@@ -98,6 +98,61 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Holds N rows behind each of B sequences; all contiguous.
+
+    Attributes:
+        tokens, positions, slots: int64 [B * N], tokens, positions and slots in the cache.
+        num_rows: int32 [B], N, or 0 for padding.
+        first_row: int32 [B], index of each sequence's first row; never changed.
+        whole_mask, causal_mask: bool [B * N, N], the rows of its block that each sees; never
+            changed.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    num_rows: torch.Tensor
+    first_row: torch.Tensor
+    whole_mask: torch.Tensor
+    causal_mask: torch.Tensor
+
+    @classmethod
+    def empty(cls, batch: int, num_rows: int, device: torch.device) -> "BlockRows":
+        """Creates the rows of batches of one size."""
+        count = batch * num_rows
+
+        def make() -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+
+        whole = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
+        return cls(
+            tokens=make(),
+            positions=make(),
+            slots=make(),
+            num_rows=torch.zeros(batch, dtype=torch.int32, device=device),
+            first_row=torch.arange(0, count, num_rows, dtype=torch.int32, device=device),
+            whole_mask=whole.repeat(batch, 1),
+            causal_mask=whole.tril().repeat(batch, 1),
+        )
+
+
+def begin_block(plan: DraftPlan, rows: BlockRows, mask_token: int, has_newest: bool) -> None:
+    """Fills in the rows of a block from a plan with as many levels of one beam.
+
+    Args:
+        has_newest: Whether the first row has the newest token, not the mask token.
+    """
+    num_rows = len(rows.tokens) // len(plan.last)
+    rows.tokens.fill_(mask_token)
+    if has_newest:
+        rows.tokens[::num_rows] = plan.tokens.index_select(0, plan.last)
+    rows.positions.copy_(plan.level_positions.t().flatten())
+    rows.slots.copy_(plan.level_slots.t().flatten())
+    rows.num_rows.copy_(plan.num_beams * num_rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """Holds the inputs of a plan beside the records.
 

@@ -36,6 +36,15 @@ class StaticBeams(BeamTree):
         owner = torch.arange(0, len(logits), width, device=logits.device)
         return tokens, (beams + owner[:, None]).flatten()
 
+    def grow_all(self, logits: torch.Tensor, token_map: torch.Tensor | None) -> None:
+        """Grows all levels, where a level's logits are the same for all of its beams.
+
+        Args:
+            logits: [levels * B, V], level by level.
+        """
+        for level, rows in enumerate(logits.split(self.batch)):
+            self.grow(rows.repeat_interleave(self.topk if level else 1, 0), token_map)
+
     def seen(self) -> torch.Tensor:
         """Returns the drafted rows that each of the newest beams may see: bool [B * K, level *
         K + K]. Levels count from 0.

@@ -76,6 +76,41 @@ def test_the_same_trees(
     assert torch.equal(got_parents[is_node], want_parents[is_node])
 
 
+@pytest.mark.parametrize("temperatures", [(0, 0, 0), (0.8, 0, 1.5)])
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "vocab"), [((3, 1, 3), 50), ((8, 1, 5), 4100), ((3, 3, 9), 4100), ((5, 8, 31), 300)]
+)
+def test_levels_that_do_not_depend_on_each_other(
+    shape: tuple[int, int, int], vocab: int, mapped: bool, temperatures: tuple[float, ...]
+) -> None:
+    """All of them at once, as level by level by torch."""
+    from draft_service.steps.device_beams import DeviceBeams
+
+    (steps, topk, num_nodes), batch = shape, 3
+    generator = torch.Generator().manual_seed(steps * 100 + topk)
+    token_map = torch.randperm(2 * vocab, generator=generator)[:vocab] if mapped else None
+    params = [SamplingParams(temperature=t, seed=77 + i) for i, t in enumerate(temperatures)]
+    given = [SamplingRows.from_params(params, [5, 6, 7], device) for device in ("cpu", DEVICE)]
+    logits = torch.stack(
+        [torch.randperm(vocab, generator=generator) for _ in range(steps * batch)]
+    ).float() * (40 / vocab)
+    logits[:, 7] = float("-inf")
+    expected = StaticBeams(batch, steps, topk, num_nodes + 1, "coupled", given[0])
+    expected.grow_all(logits, token_map)
+    rows = given[1] if any(temperatures) else None
+    launch = overlapped(DEVICE)
+    found = DeviceBeams(batch, steps, topk, vocab, "coupled", DEVICE, rows, launch)
+    found.grow_all(logits.to(DEVICE), None if token_map is None else token_map.to(DEVICE))
+    results = torch.empty(batch, 2, num_nodes, dtype=torch.int32, device=DEVICE)
+    found.write(results)
+    want_tokens, want_parents = expected.nodes()
+    is_node = want_tokens >= 0
+    got_tokens, got_parents = results.cpu().long().unbind(1)
+    assert torch.equal(got_tokens, want_tokens)
+    assert torch.equal(got_parents[is_node], want_parents[is_node])
+
+
 @pytest.mark.parametrize(("topk", "vocab"), [(1, 300), (4, 300)])
 def test_the_kernels_work_here(topk: int, vocab: int) -> None:
     from draft_service.steps.device_beams import works

@@ -12,7 +12,7 @@ import torch
 
 from draft_service.steps import hand_on, plan, uploads
 from draft_service.steps.hand_on import HandedOn
-from draft_service.steps.plan import DraftPlan, Known
+from draft_service.steps.plan import BlockRows, DraftPlan, Known
 from draft_service.steps.records import STEP, DraftShape
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS, SAMPLING
@@ -28,6 +28,7 @@ class Torch:
     """The functions of plain torch."""
 
     fill = staticmethod(plan.fill)
+    begin_block = staticmethod(plan.begin_block)
     hand_on_trees = staticmethod(hand_on.hand_on_trees)
     apply_updates = staticmethod(uploads.apply_updates)
     device = torch.device("cpu")
@@ -148,6 +149,46 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         assert int(plan.seed[i]) % 2**64 == sampling.seed
         assert plan.position[i] == num_keys + shape.shift
     assert all(getattr(plan, name).is_contiguous() for name in DraftPlan.__slots__)
+
+
+@pytest.mark.parametrize("has_newest", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+def test_rows_of_a_block(code: Any, num_rows: int, has_newest: bool) -> None:
+    shape = DraftShape(
+        num_steps=num_rows + 1,
+        topk=1,
+        num_nodes=4,
+        num_rows=3,
+        max_slots=SLOTS,
+        max_pages=MAX_PAGES,
+        vocab=10,
+        feature_size=0,
+        is_windowed=False,
+    )
+    kv = PagedKV(1, NUM_PAGES, PAGE, 1, 2, torch.float32, code.device)
+    made = DraftPlan.empty(shape, kv, BATCH)
+    generator = torch.Generator().manual_seed(num_rows)
+    for tensor in (made.tokens, made.level_positions, made.level_slots):
+        tensor.copy_(torch.randint(2**40, tensor.shape, generator=generator))
+    last = [3 * i + i % 3 for i in range(BATCH)]
+    made.last.copy_(torch.tensor(last))
+    made.num_beams[2:] = 1
+    rows = BlockRows.empty(BATCH, num_rows, torch.device(code.device))
+    code.begin_block(made, rows, 99, has_newest)
+    for i in range(BATCH):
+        own = slice(i * num_rows, (i + 1) * num_rows)
+        expected = [99] * num_rows
+        if has_newest:
+            expected[0] = int(made.tokens[last[i]])
+        assert rows.tokens[own].tolist() == expected
+        assert rows.positions[own].tolist() == made.level_positions[:, i].tolist()
+        assert rows.slots[own].tolist() == made.level_slots[:, i].tolist()
+        assert rows.num_rows[i] == (num_rows if i >= 2 else 0)
+        assert rows.first_row[i] == i * num_rows
+    assert rows.whole_mask.all()
+    assert torch.equal(
+        rows.causal_mask[-num_rows:].cpu(), torch.ones(num_rows, num_rows).tril() > 0
+    )
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3, 8, 31])
