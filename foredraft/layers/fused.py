@@ -108,23 +108,26 @@ def _norm_of_ranks(
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
     places: tuple[torch.Tensor, ...] = (x,)
-    flags, gathered, counts = places, x, x
+    flags, gathered, counts, at_once = places, x, x, num_rows
     if memory is None:
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
         places, flags, counts = memory.places(x.dtype), memory.flags, memory.counts
-    triton_kernels.norm_of_ranks[(num_rows,)](
-        x, parts, weight if post_weight is None else post_weight, weight, out,
-        x if copy is None else copy, gathered, places, flags, counts,
-        x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-        0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
-        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        ROOM=ROOM_BYTES // x.element_size(),
-        PROGRAMS=1 if memory is None else memory.num_programs, RANK=group.rank, RANKS=group.size,
-        **overlapped(x.device),
-    )  # fmt: skip
+        at_once = memory.num_programs
+    for first in range(0, num_rows, at_once):
+        rows = slice(first, min(first + at_once, num_rows))
+        triton_kernels.norm_of_ranks[(rows.stop - first,)](
+            x[rows], parts[:, rows], weight if post_weight is None else post_weight, weight,
+            out[rows], x if copy is None else copy[rows], gathered, places, flags, counts,
+            x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
+            0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
+            BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
+            SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+            ROOM=ROOM_BYTES // x.element_size(),
+            PROGRAMS=1 if memory is None else memory.num_programs, RANK=group.rank,
+            RANKS=group.size, **overlapped(x.device),
+        )  # fmt: skip
 
 
 def _norm(

@@ -46,8 +46,10 @@ class PeerMemory:
         self.counts = torch.zeros(num_programs, dtype=torch.int32, device=memories[rank].device)
 
     def takes_rows(self, num_rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Returns whether blocks can be rows [num_rows, size]."""
-        return 0 < num_rows <= self.num_programs and size * dtype.itemsize <= ROOM_BYTES
+        """Returns whether blocks are to be rows [num_rows, size], `num_programs` of them at a
+        time.
+        """
+        return num_rows > 0 and size * dtype.itemsize <= ROOM_BYTES
 
     def takes(self, x: torch.Tensor) -> bool:
         """Returns whether `sum`, `first` and `all` take x."""

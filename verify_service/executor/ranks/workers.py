@@ -273,7 +273,7 @@ class Ranks:
             for stream in board.streams:
                 stream.close()
             raise
-        group = group_class(config).join(0, size, store, board, host)
+        group = group_class(config).join(0, size, store, board, host, num_local)
         others = [f"pid {process.pid}" for process in workers.processes]
         others += [stream.name for stream in board.streams]
         logger.info("%d ranks have joined; the others: %s", size, ", ".join(others))
