@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from foredraft.layers import fused
 from foredraft.models.loader import load_model
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import PeerMemory, num_bytes
+from foredraft.parallel.peer_memory import WORD_PROGRAMS, PeerMemory, num_bytes
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
@@ -20,6 +20,7 @@ from verify_service.executor.ranks.group import ProcessGroup
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
+MANY_ROWS = NUM_PROGRAMS + 3 if INTERPRETED else WORD_PROGRAMS + 3
 pytestmark = [
     needs_triton,
     pytest.mark.gpu,
@@ -57,6 +58,7 @@ def exchange(memory: PeerMemory, device: torch.device) -> None:
     rank, size = memory.rank, memory.size
     for turn in range(6 if INTERPRETED else 300):
         dtype = DTYPES[turn % len(DTYPES)]
+        # Lengths that are multiples of 8 travel as words, others do not.
         shape = [(3, 5), (2, 2100), (7, 1024)][turn // len(DTYPES) % 3]
         own = [random(*shape, seed=7 * turn + other, dtype=dtype) for other in range(size)]
         x = own[rank].to(device)
@@ -81,8 +83,8 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
     """
     for dtype in DTYPES:
         for size in [200] if INTERPRETED else [200, 320, 4096, 5120]:
-            # The last are more rows than an exchange has blocks, where ranks are interpreted.
-            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1), (NUM_PROGRAMS + 3, 1)):
+            # The last are more rows than an exchange has blocks, or than travel as words.
+            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1), (MANY_ROWS, 1)):
                 seed = size + num_rows
                 stream = random(num_rows, size, seed=seed, dtype=dtype).to(device)
                 weight = random(size, seed=1, dtype=dtype).to(device)
