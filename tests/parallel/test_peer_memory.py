@@ -2,6 +2,8 @@
 interpreter: sums are those of gathered blocks, bit for bit.
 """
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch.multiprocessing as mp
 
 from foredraft.layers import fused
 from foredraft.models.loader import load_model
+from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import WORD_PROGRAMS, PeerMemory, num_bytes
 from testing.checkpoints import make_checkpoint
@@ -197,3 +200,22 @@ def test_a_model_of_two_ranks_that_exchange_rows(tmp_path: Path, name: str) -> N
     assert torch.equal(first, second)
     expected = logits_of(load_model(path, torch.float32), SINGLE)
     torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
+
+
+def wait_in_vain(number: int) -> None:
+    """Waits on a card for a rank that there is not; of two processes one waits for words."""
+    peer_memory.EAGER_PATIENCE = 1000
+    device = torch.device("cuda", 0)
+    memories = [torch.zeros(num_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
+    memory, x = PeerMemory(0, memories), torch.ones(1 + number * WORD_PROGRAMS, 1024, device=device)
+    memory.sum(x)
+    until = time.monotonic() + 60
+    while not int(memory.lost) and time.monotonic() < until:
+        time.sleep(0.01)
+    # The kernel goes on.
+    os._exit(0 if int(memory.lost) == 2 else 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter would wait for ever")
+def test_a_rank_that_sends_nothing_is_found() -> None:
+    mp.spawn(wait_in_vain, nprocs=2)  # type: ignore[attr-defined]

@@ -115,6 +115,13 @@ class CudaGroup(ProcessGroup):
         self._log.begin()
         return self._memory
 
+    @property
+    def lost_rank(self) -> int | None:
+        """See ProcessGroup."""
+        memory = self._memory
+        lost = 0 if memory is None else int(memory.lost)
+        return lost - 1 if lost else None
+
     def close(self) -> None:
         """Frees the memory and leaves the group."""
         torch.cuda.synchronize()

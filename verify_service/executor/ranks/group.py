@@ -101,6 +101,11 @@ class ProcessGroup:
         """See Group."""
         return None
 
+    @property
+    def lost_rank(self) -> int | None:
+        """Rank whose numbers this one's device has awaited for too long; None where all came."""
+        return None
+
     def close(self) -> None:
         """Frees what the ranks share. Nothing may be computed with them any more."""
 
