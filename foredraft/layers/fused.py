@@ -6,12 +6,12 @@ Triton is imported on first use. No call reads a value of the device, so that al
 """
 
 import functools
-from typing import Any
 
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.peer_memory import Exchange, constants_of
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -107,28 +107,54 @@ def _norm_of_ranks(
         return
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    exchange: tuple[Any, ...] = ((x,), (x,), x, x, 0)
-    constants: dict[str, Any] = {
-        "ROOM": 0, "PROGRAMS": 1, "WORDS": False, "RANK": group.rank, "RANKS": group.size
-    }  # fmt: skip
     gathered, at_once = x, num_rows
     if memory is None:
+        exchange = Exchange((x,), (x,), x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
         at_once = min(num_rows, memory.num_programs)
-        exchange, constants = memory.exchange(at_once, size, x.dtype)
+        exchange = memory.exchange(at_once, size, x.dtype)
     for first in range(0, num_rows, at_once):
         rows = slice(first, min(first + at_once, num_rows))
         triton_kernels.norm_of_ranks[(rows.stop - first,)](
             x[rows], parts[:, rows], weight if post_weight is None else post_weight, weight,
-            out[rows], x if copy is None else copy[rows], gathered, *exchange,
+            out[rows], x if copy is None else copy[rows], gathered, *exchange.exchange_arguments,
             x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
             0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
             BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
             SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-            **constants, **overlapped(x.device),
+            **constants_of(exchange), **overlapped(x.device),
         )  # fmt: skip
+
+
+def rows_of_ranks(
+    table: torch.Tensor, tokens: torch.Tensor, first: int, count: int, group: Group
+) -> torch.Tensor | None:
+    """Looks up rows of a table whose rows ranks share; None where they cannot exchange them.
+
+    Args:
+        table: [at least count, size] contiguous, this rank's rows.
+        tokens: int64 [rows], indices of rows among those of all ranks.
+        first, count: Index of this rank's first row, and how many it has.
+    """
+    from foredraft.layers import triton_kernels
+
+    num_rows, size = tokens.shape[0], table.shape[1]
+    memory = group.memory_for(num_rows, size, table.dtype)
+    if memory is None:
+        return None
+    out, at_once = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
+    exchange = memory.exchange(at_once, size, table.dtype)
+    block = power_of_two(size)
+    for start in range(0, num_rows, at_once):
+        rows = slice(start, min(start + at_once, num_rows))
+        triton_kernels.row_of_ranks[(rows.stop - start,)](
+            table, tokens[rows], out[rows], *exchange.exchange_arguments, first, count, size,
+            BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
+            **overlapped(table.device),
+        )  # fmt: skip
+    return out
 
 
 def _norm(

@@ -116,6 +116,28 @@ def norm_of_ranks(
 
 
 @triton.jit
+def row_of_ranks(
+    table, tokens, out_ptr, places, flags, counts, lost, patience, first, count, size,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Looks up one row of a table whose rows ranks share; this one has `count`, from `first` on."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.load(tokens + row) - first
+    is_own = is_column & (index >= 0) & (index < count)
+    own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
+    total = sum_of_ranks(
+        own, size, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+    )
+    tl.store(out_ptr + row * size + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
 def angles(
     positions, frequencies, cos_ptr, sin_ptr, half, factor, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,

@@ -4,6 +4,7 @@ Triton is imported on first use.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,43 @@ def num_bytes(size: int, num_programs: int = PROGRAMS) -> int:
     """Returns the bytes that each of `size` ranks needs."""
     words = min(num_programs, WORD_PROGRAMS) * 2 * (ROOM_BYTES // _PER_WORD * _WORD_BYTES)
     return size * (num_programs * (_FLAG_BYTES + 2 * ROOM_BYTES) + words)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Arguments and constants of a kernel that exchanges blocks; see `exchange_kernels`.
+
+    Attributes:
+        room: Maximum number of elements of a block, or of its words.
+        num_programs: Maximum number of blocks.
+    """
+
+    places: tuple[torch.Tensor, ...]
+    flags: tuple[torch.Tensor, ...]
+    counts: torch.Tensor
+    lost: torch.Tensor
+    patience: int
+    room: int
+    num_programs: int
+    uses_words: bool
+    rank: int
+    size: int
+
+    @property
+    def exchange_arguments(self) -> tuple[Any, ...]:
+        """The arguments in the kernels' order."""
+        return self.places, self.flags, self.counts, self.lost, self.patience
+
+
+def constants_of(exchange: Exchange) -> dict[str, Any]:
+    """Returns a kernel's constants."""
+    return {
+        "ROOM": exchange.room,
+        "PROGRAMS": exchange.num_programs,
+        "WORDS": exchange.uses_words,
+        "RANK": exchange.rank,
+        "RANKS": exchange.size,
+    }
 
 
 class PeerMemory:
@@ -69,11 +107,8 @@ class PeerMemory:
         """Returns whether `sum`, `first` and `all` take x."""
         return 0 < x.numel() <= self.num_programs * ROOM_BYTES // x.element_size()
 
-    def exchange(
-        self, num_blocks: int, length: int, dtype: torch.dtype
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns what a kernel needs for an exchange of blocks: its arguments places, flags,
-        counts, lost and patience, and its constants.
+    def exchange(self, num_blocks: int, length: int, dtype: torch.dtype) -> Exchange:
+        """Returns what a kernel needs for an exchange of blocks.
 
         Args:
             length: Number of elements of each block, or of all blocks.
@@ -82,15 +117,18 @@ class PeerMemory:
         uses_words = fits and dtype.itemsize in (2, 4)
         places = self._words if uses_words else self._typed(dtype)
         is_captured = places[self.rank].is_cuda and torch.cuda.is_current_stream_capturing()
-        patience = PATIENCE if is_captured else EAGER_PATIENCE
-        constants = {
-            "ROOM": ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
-            "PROGRAMS": self._num_words if uses_words else self.num_programs,
-            "WORDS": uses_words,
-            "RANK": self.rank,
-            "RANKS": self.size,
-        }
-        return (places, self._flags, self._counts, self.lost, patience), constants
+        return Exchange(
+            places,
+            self._flags,
+            self._counts,
+            self.lost,
+            PATIENCE if is_captured else EAGER_PATIENCE,
+            ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
+            self._num_words if uses_words else self.num_programs,
+            uses_words,
+            self.rank,
+            self.size,
+        )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' x, see `Group.all_reduce`."""
@@ -115,10 +153,10 @@ class PeerMemory:
         room = ROOM_BYTES // x.element_size()
         block = _BLOCK if x.numel() <= self.num_programs * _BLOCK else room
         num_blocks = -(-x.numel() // block)
-        arguments, constants = self.exchange(num_blocks, x.numel(), x.dtype)
+        exchange = self.exchange(num_blocks, x.numel(), x.dtype)
         exchange_kernels.exchange[(num_blocks,)](
-            x, out, *arguments, x.numel(), x.shape[-1], BLOCK=block,
-            KIND=getattr(exchange_kernels, kind), num_warps=max(4, block // 512), **constants,
-            **overlapped(x.device),
+            x, out, *exchange.exchange_arguments, x.numel(), x.shape[-1], BLOCK=block,
+            KIND=getattr(exchange_kernels, kind), num_warps=max(4, block // 512),
+            **constants_of(exchange), **overlapped(x.device),
         )  # fmt: skip
         return out

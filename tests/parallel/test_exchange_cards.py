@@ -43,7 +43,11 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
 
     able = {"launch_pdl": capability >= 90, "DEPENDENT": capability >= 90}
     recorders = []
-    for module, name in ((exchange_kernels, "exchange"), (triton_kernels, "norm_of_ranks")):
+    for module, name in (
+        (exchange_kernels, "exchange"),
+        (triton_kernels, "norm_of_ranks"),
+        (triton_kernels, "row_of_ranks"),
+    ):
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     for module in (peer_memory, fused):
@@ -54,6 +58,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
         group.memory.sum(x)
         group.memory.all(x)
         group.memory.all(torch.zeros(300, 4096, dtype=dtype))
+        fused.rows_of_ranks(x, torch.zeros(4, dtype=torch.int64), 0, 4, group)
         for shares in (True, False):
             group.shares = shares
             for delta in (x, torch.zeros(2, 4, 4096)):

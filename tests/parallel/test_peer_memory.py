@@ -115,6 +115,19 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
                     torch.testing.assert_close(found[0][1], want, rtol=0.02, atol=0.02)
 
 
+def look_up(group: Group, device: torch.device) -> None:
+    """Rows of a table whose rows the ranks share."""
+    for num_rows in (1, 5, MANY_ROWS):
+        for dtype in DTYPES:
+            table = random(20 * group.size, 200, seed=num_rows, dtype=dtype)
+            tokens = torch.randint(len(table), (num_rows,), generator=torch.manual_seed(num_rows))
+            first = 20 * group.rank
+            own, asked = table[first : first + 20].to(device), tokens.to(device)
+            found = fused.rows_of_ranks(own, asked, first, 20, group)
+            assert found is not None
+            assert torch.equal(found.cpu(), table[tokens])
+
+
 def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
     cpu = torch.device("cpu")
     own = InterpretedGroup(group, memories)
@@ -125,6 +138,8 @@ def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
             own.shares = value
 
     both_ways(own, cpu, Switch([True]))
+    own.shares = True
+    look_up(own, cpu)
 
 
 def on_card(rank: int, meeting: str) -> None:
@@ -147,6 +162,7 @@ def on_card(rank: int, meeting: str) -> None:
 
     both_ways(group, device, Switch([True]))
     group._memory = memory
+    look_up(group, device)
     # More rows than there are blocks are gathered.
     x = random(600, 4096, seed=rank).to(device)
     total = random(600, 4096, seed=0) + random(600, 4096, seed=1)
