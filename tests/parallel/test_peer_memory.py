@@ -14,7 +14,7 @@ from foredraft.layers import fused
 from foredraft.models.loader import load_model
 from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import WORD_PROGRAMS, PeerMemory, num_bytes
+from foredraft.parallel.peer_memory import PROGRAMS, WORD_PROGRAMS, PeerMemory, num_bytes
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
@@ -23,7 +23,8 @@ from verify_service.executor.ranks.group import ProcessGroup
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
-MANY_ROWS = NUM_PROGRAMS + 3 if INTERPRETED else WORD_PROGRAMS + 3
+# More rows than travel as words, and than an exchange has blocks.
+MANY_ROWS = (NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, PROGRAMS + 3)
 pytestmark = [
     needs_triton,
     pytest.mark.gpu,
@@ -86,8 +87,8 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
     """
     for dtype in DTYPES:
         for size in [200] if INTERPRETED else [200, 320, 4096, 5120]:
-            # The last are more rows than an exchange has blocks, or than travel as words.
-            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1), (MANY_ROWS, 1)):
+            many = ((num_rows, 1) for num_rows in MANY_ROWS)
+            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1), *many):
                 seed = size + num_rows
                 stream = random(num_rows, size, seed=seed, dtype=dtype).to(device)
                 weight = random(size, seed=1, dtype=dtype).to(device)
@@ -117,7 +118,7 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
 
 def look_up(group: Group, device: torch.device) -> None:
     """Rows of a table whose rows the ranks share."""
-    for num_rows in (1, 5, MANY_ROWS):
+    for num_rows in (1, 5, *MANY_ROWS):
         for dtype in DTYPES:
             table = random(20 * group.size, 200, seed=num_rows, dtype=dtype)
             tokens = torch.randint(len(table), (num_rows,), generator=torch.manual_seed(num_rows))
