@@ -2,6 +2,7 @@
 launches.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,18 @@ class Recorder:
     def shared_memory(self, capability: int) -> list[int]:
         """Returns the bytes of shared memory that each launch's program takes on a card."""
         return [self._compile(launch, capability).metadata.shared for launch in self.launches]
+
+    def reductions(self, capability: int) -> list[list[str]]:
+        """Returns for each launch how the elements of its reductions are laid out over threads,
+        which decides the order of a sum.
+        """
+        found = []
+        for launch in self.launches:
+            text = self._compile(launch, capability).asm["ttgir"]
+            layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.M))
+            names = re.findall(r'"tt\.reduce".*?: \(tensor<\w+xf32, (#\w+)>\)', text, re.S)
+            found.append([layouts[name] for name in names])
+        return found
 
     def _compile(self, launch: dict[str, Any], capability: int) -> Any:
         import triton

@@ -19,7 +19,7 @@ from foredraft.parallel.group import SINGLE, Group
 from testing.gloo_ranks import NoLog
 from verify_service.executor.ranks.cuda_group import CudaGroup
 
-ROWS = (1, 8, 32, 128, 256, 512)
+ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096)
 SUMS = 32  # of a graph
 ROUNDS = 15
 

@@ -52,6 +52,7 @@ class SelfAttention(nn.Module):
         self._num_heads = share(num_heads, group, "query heads")
         self._num_kv_heads = local_kv_heads(num_kv_heads, group)
         self._shape = (-1, self._num_heads + 2 * self._num_kv_heads, head_dim)
+        self._queries = (self._num_heads, head_dim)
         self._scale = scale
         self.window = window
         heads = {
@@ -103,12 +104,15 @@ class SelfAttention(nn.Module):
             layer: Index of the layer in the cache.
             later: Whether the result may be the parts of `Linear.deferred`.
         """
-        heads = self.qkv(x).view(self._shape)
+        heads = self.qkv.deferred(x)
+        # Only products on GPUs come in parts, and their kernels add them up.
+        own = x.new_empty(x.shape[0], *self._queries) if heads.dim() == 3 else None
+        heads = heads.view(*heads.shape[:-2], *self._shape)
         if (kernels := kernels_for(heads, kv.data)) is None:
             queries = self._store(heads, angles, layer, batch, kv)
         else:
             num_heads, slots = self._num_heads, batch.slots
-            queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv)
+            queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
         out = x.new_empty(x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output.deferred(out) if later else self.output(out)
@@ -170,6 +174,7 @@ class SelfAttention(nn.Module):
         layer: int,
         slots: torch.Tensor,
         kv: PagedKV,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k = self.q_norm, self.k_norm
         norms = None
@@ -177,5 +182,5 @@ class SelfAttention(nn.Module):
             norms = q.weight, k.weight, q.eps, q.full_precision
         keys, values = kv.keys(layer), kv.values(layer)
         return kernels.rotate_and_store(
-            heads, num_heads, angles, norms, keys, values, slots, kv.scales[layer]
+            heads, num_heads, angles, norms, keys, values, slots, kv.scales[layer], queries=queries
         )

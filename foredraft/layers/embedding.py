@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers import fused
 from foredraft.layers.linear import Linear, LinearMethod
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group
@@ -95,10 +96,15 @@ class Embedding(nn.Module):
 
     def _gathered(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns rows from the rank that has each; the other ranks add zeros."""
-        own = tokens - self.share.first
-        is_own = (own >= 0) & (own < self.share.count)
+        share = self.share
+        if fused.on_gpu(self.weight):
+            rows = fused.rows_of_ranks(self.weight, tokens, share.first, share.count, share.group)
+            if rows is not None:
+                return rows
+        own = tokens - share.first
+        is_own = (own >= 0) & (own < share.count)
         rows = self.weight[own.clamp(0, len(self.weight) - 1)]
-        return self.share.group.all_reduce(rows.masked_fill_(~is_own[:, None], 0))
+        return share.group.all_reduce(rows.masked_fill_(~is_own[:, None], 0))
 
 
 class LMHead(Linear):

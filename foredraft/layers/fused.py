@@ -11,7 +11,7 @@ import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import ROOM_BYTES
+from foredraft.parallel.peer_memory import Exchange, constants_of
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -107,24 +107,54 @@ def _norm_of_ranks(
         return
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    places: tuple[torch.Tensor, ...] = (x,)
-    flags, gathered, counts = places, x, x
+    gathered, at_once = x, num_rows
     if memory is None:
+        exchange = Exchange((x,), (x,), x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
-        places, flags, counts = memory.places(x.dtype), memory.flags, memory.counts
-    triton_kernels.norm_of_ranks[(num_rows,)](
-        x, parts, weight if post_weight is None else post_weight, weight, out,
-        x if copy is None else copy, gathered, places, flags, counts,
-        x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-        0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
-        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        ROOM=ROOM_BYTES // x.element_size(),
-        PROGRAMS=1 if memory is None else memory.num_programs, RANK=group.rank, RANKS=group.size,
-        **overlapped(x.device),
-    )  # fmt: skip
+        at_once = min(num_rows, memory.num_programs)
+        exchange = memory.exchange(at_once, size, x.dtype)
+    for first in range(0, num_rows, at_once):
+        rows = slice(first, min(first + at_once, num_rows))
+        triton_kernels.norm_of_ranks[(rows.stop - first,)](
+            x[rows], parts[:, rows], weight if post_weight is None else post_weight, weight,
+            out[rows], x if copy is None else copy[rows], gathered, *exchange.exchange_arguments,
+            x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
+            0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
+            BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
+            SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+            **constants_of(exchange), **overlapped(x.device),
+        )  # fmt: skip
+
+
+def rows_of_ranks(
+    table: torch.Tensor, tokens: torch.Tensor, first: int, count: int, group: Group
+) -> torch.Tensor | None:
+    """Looks up rows of a table whose rows ranks share; None where they cannot exchange them.
+
+    Args:
+        table: [at least count, size] contiguous, this rank's rows.
+        tokens: int64 [rows], indices of rows among those of all ranks.
+        first, count: Index of this rank's first row, and how many it has.
+    """
+    from foredraft.layers import triton_kernels
+
+    num_rows, size = tokens.shape[0], table.shape[1]
+    memory = group.memory_for(num_rows, size, table.dtype)
+    if memory is None:
+        return None
+    out, at_once = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
+    exchange = memory.exchange(at_once, size, table.dtype)
+    block = power_of_two(size)
+    for start in range(0, num_rows, at_once):
+        rows = slice(start, min(start + at_once, num_rows))
+        triton_kernels.row_of_ranks[(rows.stop - start,)](
+            table, tokens[rows], out[rows], *exchange.exchange_arguments, first, count, size,
+            BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
+            **overlapped(table.device),
+        )  # fmt: skip
+    return out
 
 
 def _norm(
@@ -186,25 +216,30 @@ def rotate_and_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
+    *,
+    queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to the cache.
 
     Args:
         heads: [rows, num_heads + 2 * num_kv_heads, head_dim] contiguous; the queries are changed in
-            place.
+            place. With `queries`, float32 [parts, rows, ...] whose sum they are.
         angles: Cosines and signed sines [rows, 1, head_dim].
         norms: Weights of the queries' and the keys' norm, their eps, and whether they use full
             precision.
         keys, values: [num_kv_heads, slots, head_dim], one layer of the cache.
         slots: int64 [rows], KV slots.
         scales: Divisors of keys and values in a cache of 8-bit floats; see `PagedKV`.
+        queries: [rows, num_heads, head_dim] contiguous, written; the sums of the parts are rounded
+            to its type.
 
     Returns:
-        The queries, a view of `heads`.
+        The queries: `queries`, or a view of `heads`.
     """
     from foredraft.layers import triton_kernels
 
-    num_rows, all_heads, head_dim = heads.shape
+    num_rows, all_heads, head_dim = heads.shape[-3:]
+    out = heads if queries is None else queries
     cos, sin = angles
     q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
     # Many rows fill the device by themselves; with few rows each program takes one head.
@@ -213,15 +248,17 @@ def rotate_and_store(
         block_h = 4
     if num_rows:
         triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
-            heads, cos, sin, q_weight, k_weight, keys, values, slots,
-            heads.stride(0), keys.stride(0), eps, 1 / scales[0], 1 / scales[1],
+            heads, out, cos, sin, q_weight, k_weight, keys, values, slots,
+            heads.stride(-3), out.stride(0), heads.stride(0), keys.stride(0), eps,
+            1 / scales[0], 1 / scales[1],
             Q_HEADS=num_heads, KV_HEADS=keys.shape[0], HEAD_DIM=head_dim, BLOCK_H=block_h,
             BLOCK_D=power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
+            PARTS=1 if queries is None else heads.shape[0],
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
             **overlapped(heads.device),
         )  # fmt: skip
-    return heads[:, :num_heads]
+    return out[:, :num_heads]
 
 
 def gated(both: torch.Tensor, kind: str) -> torch.Tensor:

@@ -118,9 +118,11 @@ def rotate_and_store(
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
     kernel: int = 0,
+    *,
+    queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to a cache of float32,
-    which has no scales; see `fused.rotate_and_store`.
+    which has no scales; see `fused.rotate_and_store`. Heads are never parts.
     """
     num_rows, _, head_dim = heads.shape
     (cos, sin), slots, (num_kv_heads, num_slots, _) = angles, slots.contiguous(), keys.shape

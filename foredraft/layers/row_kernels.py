@@ -53,6 +53,8 @@ class RowKernels(Protocol):
         values: torch.Tensor,
         slots: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
+        *,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     def gated(self, both: torch.Tensor, kind: str) -> torch.Tensor: ...
 

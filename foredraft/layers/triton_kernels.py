@@ -6,7 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import send_and_wait, sum_of_ranks
+from foredraft.parallel.exchange_kernels import sum_of_ranks
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def norm(
 @triton.jit
 def norm_of_ranks(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
-    x_stride, delta_stride, part_stride, out_stride, copy_stride, gathered_stride, size, eps, post_eps,
+    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, gathered_stride, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
-    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises one row as `norm` does, where delta is the sum of the ranks' deltas: exchanged
     here with SENDS, else all ranks' [RANKS, rows, size] at gathered_ptr.
@@ -97,20 +97,44 @@ def norm_of_ranks(
     own = own.to(dtype)
     x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     if SENDS:
-        others = send_and_wait(
-            own, columns, is_column, places, flags, counts, ROOM, PROGRAMS, RANK, RANKS
+        total = sum_of_ranks(
+            own, size, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
         )
-        stride = 2 * PROGRAMS * ROOM
     else:
-        others = gathered_ptr + row * size
-        stride = gathered_stride
-    delta = sum_of_ranks(own, others, stride, columns, is_column, RANK, RANKS).to(dtype)
+        at = gathered_ptr + row * size + columns
+        total = own.to(tl.float32)
+        for rank in tl.static_range(RANKS):
+            part = tl.load(at + rank * gathered_stride, mask=is_column, other=0.0).to(tl.float32)
+            total = part if rank == 0 else total + part
+    delta = total.to(dtype)
     x = _added(x, delta, post, size, post_eps, POST, FULL)
     tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
     if COPIES:
         tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
     result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
     tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+
+
+@triton.jit
+def row_of_ranks(
+    table, tokens, out_ptr, places, flags, counts, lost, patience, first, count, size,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Looks up one row of a table whose rows ranks share; this one has `count`, from `first` on."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < size
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.load(tokens + row) - first
+    is_own = is_column & (index >= 0) & (index < count)
+    own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
+    total = sum_of_ranks(
+        own, size, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+    )
+    tl.store(out_ptr + row * size + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
 
 
 @triton.jit
@@ -143,13 +167,14 @@ def _bounded(x, inverse, LIMIT: tl.constexpr):
 
 @triton.jit
 def rotate_and_store(
-    heads_ptr, cos_ptr, sin_ptr, q_weight, k_weight, keys_ptr, values_ptr, slots,
-    row_stride, plane_stride, eps, k_inverse, v_inverse,
+    heads_ptr, queries_ptr, cos_ptr, sin_ptr, q_weight, k_weight, keys_ptr, values_ptr, slots,
+    row_stride, query_stride, part_stride, plane_stride, eps, k_inverse, v_inverse,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_D: tl.constexpr, NORMS: tl.constexpr, FULL: tl.constexpr, LIMIT: tl.constexpr, PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Handles some heads of one row: normalises and rotates queries in place, and writes keys
-    and values to their slot of the cache.
+    """Handles some heads of one row, each the sum of PARTS: normalises and rotates queries, and
+    writes keys and values to their slot of the cache.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -161,10 +186,14 @@ def rotate_and_store(
     is_column = (columns < half)[None, :]
     is_query, is_value = heads < Q_HEADS, heads >= Q_HEADS + KV_HEADS
     wanted = (heads < Q_HEADS + 2 * KV_HEADS)[:, None] & is_column
-    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    dtype: tl.constexpr = queries_ptr.dtype.element_ty
     at = heads_ptr + row * row_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     first = tl.load(at, mask=wanted, other=0.0)
     second = tl.load(at + half, mask=wanted, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        first += tl.load(at + part * part_stride, mask=wanted, other=0.0)
+        second += tl.load(at + half + part * part_stride, mask=wanted, other=0.0)
+    first, second = first.to(dtype), second.to(dtype)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORMS:
         scale = 1.0 / tl.sqrt_rn((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)
@@ -184,6 +213,7 @@ def rotate_and_store(
     cos = tl.load(cos_ptr + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + half + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
     low, high = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    at = queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     tl.store(at, low, mask=wanted & is_query[:, None])
     tl.store(at + half, high, mask=wanted & is_query[:, None])
     slot = tl.load(slots + row).to(tl.int64) * HEAD_DIM

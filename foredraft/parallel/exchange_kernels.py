@@ -3,7 +3,9 @@ write to the others' memory.
 
 Each program sends its block to all other ranks and then waits for theirs. A program has two places
 for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the
-next one, so every rank has read this one.
+next one, so every rank has read this one. Few blocks travel as words that hold the block's number
+beside their data, so that no rank waits until a block has arrived before it says so; many would
+take twice the bytes, and a flag follows each of them.
 """
 
 # mypy: ignore-errors
@@ -11,93 +13,209 @@ import triton
 import triton.language as tl
 
 SUM, FIRST, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Polls after which a kernel ends its process, about ten minutes; `lost` is told long before.
+_MOST_POLLS = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def send_and_wait(
-    own, at, is_there, places, flags, counts,
-    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+def _words(own, count):
+    """Packs a block [n] of 16- or 32-bit numbers: 32 bits of them below `count` in each int64.
+
+    Returns the even words and the odd ones: a thread has four in a row, and can store and load two
+    at once.
+    """
+    if own.dtype.primitive_bitwidth == 16:
+        halves = own.to(tl.int16, bitcast=True).reshape(own.shape[0] // 2, 2)
+        low, high = tl.split(halves)
+        bits = (low.to(tl.int64) & 0xFFFF) | ((high.to(tl.int64) & 0xFFFF) << 16)
+    else:
+        bits = own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    words = bits | (count.to(tl.int64) << 32)
+    return tl.split(words.reshape(words.shape[0] // 2, 2))
+
+
+@triton.jit
+def _numbers(even, odd, dtype: tl.constexpr):
+    """Unpacks what `_words` packed."""
+    words = tl.join(even, odd).reshape(even.shape[0] * 2)
+    if dtype.primitive_bitwidth == 16:
+        both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+        numbers = both.reshape(words.shape[0] * 2)
+    else:
+        numbers = words.to(tl.int32)
+    return numbers.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _waited(polls, patience, lost, rank: tl.constexpr):
+    """Tells `lost` once that a rank's block has not come, and ends a wait without end."""
+    if polls == patience:
+        tl.store(lost, rank + 1)
+    if polls >= _MOST_POLLS:
+        polls = tl.inline_asm_elementwise(
+            "trap; mov.u32 $0, $1;", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return polls + 1
+
+
+@triton.jit
+def _looked(even_ptr, odd_ptr, is_there, count):
+    """Loads the words of a block, and whether some of them are not those of `count`."""
+    even = tl.load(even_ptr, mask=is_there, other=0, volatile=True)
+    odd = tl.load(odd_ptr, mask=is_there, other=0, volatile=True)
+    is_old = ((even >> 32).to(tl.int32) != count) | ((odd >> 32).to(tl.int32) != count)
+    return even, odd, tl.max((is_there & is_old).to(tl.int32), 0)
+
+
+@triton.jit
+def send(
+    own, length, places, flags, counts,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Sends a block `own` to the other ranks and waits for theirs.
+    """Sends a block `own` to the other ranks.
 
     Args:
-        at: Index of each element in the block.
-        is_there: Whether the element is part of the block.
-        places: For each rank, its memory for blocks [RANKS, 2, PROGRAMS, ROOM].
-        flags: For each rank, int32 [RANKS, PROGRAMS]: number of the newest block of each sender.
+        length: Number of elements of the block, from the first of `own`; with WORDS a
+            multiple of 8.
+        places: For each rank, its memory for blocks [RANKS, 2, PROGRAMS, ROOM], of int64 with
+            WORDS.
+        flags: For each rank, int32 [RANKS, PROGRAMS]: number of the newest block of each sender
+            without WORDS.
         counts: int32 [PROGRAMS], number of the newest block of this rank.
 
     Returns:
-        Where rank 0's block lies in this rank's memory; `2 * PROGRAMS * ROOM` after it lies the
-        next rank's. This rank's own is not there.
+        The block's number.
     """
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
-    place = ((count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
-    stride: tl.constexpr = 2 * PROGRAMS * ROOM
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            tl.store(places[rank] + RANK * stride + place + at, own, mask=is_there)
-    tl.debug_barrier()
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            flag = flags[rank] + RANK * PROGRAMS + program
-            tl.atomic_xchg(flag, count, sem="release", scope="sys")
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            flag = flags[RANK] + rank * PROGRAMS + program
+    place = (RANK * 2 * PROGRAMS + (count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
+    if WORDS:
+        even, odd = _words(own, count)
+        at = tl.arange(0, even.shape[0])
+        is_there = at < length // (own.shape[0] // even.shape[0])
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(places[rank] + place + at, even, mask=is_there)
+                tl.store(places[rank] + place + ROOM // 2 + at, odd, mask=is_there)
+    else:
+        at = tl.arange(0, own.shape[0])
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                tl.store(places[rank] + place + at, own, mask=at < length)
+        tl.debug_barrier()
+        for rank in tl.static_range(RANKS):
+            if rank != RANK:
+                flag = flags[rank] + RANK * PROGRAMS + program
+                tl.atomic_xchg(flag, count, sem="release", scope="sys")
+    return count
+
+
+@triton.jit
+def receive(
+    own, length, count, places, flags, lost, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    SENDER: tl.constexpr,
+):  # fmt: skip
+    """Waits for the block that another rank has sent under the number `count`.
+
+    Args:
+        own: This rank's block, of the same length and type.
+        lost: int32 [1], gets SENDER + 1 after `patience` polls. The host may read it.
+
+    Returns:
+        The block, as `own`.
+    """
+    program = tl.program_id(0)
+    place = (SENDER * 2 * PROGRAMS + (count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
+    polls = 0
+    if WORDS:
+        half: tl.constexpr = own.shape[0] // (4 if own.dtype.primitive_bitwidth == 16 else 2)
+        at = tl.arange(0, half)
+        is_there = at < length // (own.shape[0] // half)
+        words = places[RANK] + place + at
+        even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
+        while missing != 0:
+            polls = _waited(polls, patience, lost, SENDER)
+            even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
+        block = _numbers(even, odd, own.dtype)
+    else:
+        flag = flags[RANK] + SENDER * PROGRAMS + program
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        while seen - count < 0:  # also where the numbers wrap around
+            polls = _waited(polls, patience, lost, SENDER)
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while seen - count < 0:  # also where the numbers wrap around
-                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    tl.store(counts + program, count)
-    return places[RANK] + place
+        tl.debug_barrier()
+        at = tl.arange(0, own.shape[0])
+        block = tl.load(places[RANK] + place + at, mask=at < length, other=0)
+    return block
 
 
 @triton.jit
 def sum_of_ranks(
-    own, others, stride, at, is_there, RANK: tl.constexpr, RANKS: tl.constexpr,
+    own, length, places, flags, counts, lost, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the ranks' blocks in float32 in the order of the ranks; `others` and `stride` as
-    `send_and_wait` returns them.
+    """Exchanges a block, and adds up the ranks' in float32 in the order of the ranks; see `send`
+    and `receive`.
     """
+    count = send(own, length, places, flags, counts, ROOM, PROGRAMS, WORDS, RANK, RANKS)
     total = tl.zeros_like(own).to(tl.float32)
     for rank in tl.static_range(RANKS):
-        at_rank = others + rank * stride + at
-        part = own if rank == RANK else tl.load(at_rank, mask=is_there, other=0)
+        part = own
+        if rank != RANK:
+            part = receive(
+                own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, rank
+            )
         total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
+    finish(counts, count)
     return total
 
 
 @triton.jit
+def finish(counts, count):
+    """Notes that this program has all blocks of a number."""
+    tl.debug_barrier()
+    tl.store(counts + tl.program_id(0), count)
+
+
+@triton.jit
 def exchange(
-    x_ptr, out_ptr, places, flags, counts, size, width,
+    x_ptr, out_ptr, places, flags, counts, lost, patience, size, width,
     BLOCK: tl.constexpr, KIND: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WORDS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Exchanges one block of x [size]: writes the ranks' sum, or rank 0's x, or all ranks' x as
     [rows, RANKS, width].
     """
-    at = tl.arange(0, BLOCK)
-    index = tl.program_id(0) * BLOCK + at
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = size - tl.program_id(0) * BLOCK
     is_there = index < size
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     own = tl.load(x_ptr + index, mask=is_there, other=0)
-    others = send_and_wait(own, at, is_there, places, flags, counts, ROOM, PROGRAMS, RANK, RANKS)
-    stride: tl.constexpr = 2 * PROGRAMS * ROOM
     if KIND == SUM:
-        total = sum_of_ranks(own, others, stride, at, is_there, RANK, RANKS)
+        total = sum_of_ranks(
+            own, length, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+        )
         tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_there)
-    elif KIND == FIRST:
-        if RANK != 0:
-            own = tl.load(others + at, mask=is_there, other=0)
-        tl.store(out_ptr + index, own, mask=is_there)
     else:
-        out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
+        count = send(own, length, places, flags, counts, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+        if KIND == ALL:
+            out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
+        else:
+            out_ptr += index
         for rank in tl.static_range(RANKS):
             part = own
             if rank != RANK:
-                part = tl.load(others + rank * stride + at, mask=is_there, other=0)
-            tl.store(out_ptr + rank * width, part, mask=is_there)
+                part = receive(
+                    own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK,
+                    rank,
+                )  # fmt: skip
+            if KIND == ALL:
+                tl.store(out_ptr + rank * width, part, mask=is_there)
+            elif rank == 0:
+                tl.store(out_ptr, part, mask=is_there)
+        finish(counts, count)

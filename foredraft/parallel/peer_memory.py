@@ -4,20 +4,67 @@ Triton is imported on first use.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from foredraft.kernel_launch import overlapped
 
 PROGRAMS = 512  # maximum number of blocks of an exchange; each is a program's
+WORD_PROGRAMS = 64  # maximum number of blocks that travel as words, which are twice as large
 ROOM_BYTES = 16 << 10  # maximum size of a block
 _BLOCK = 1024  # elements of a block, where the caller does not choose and few programs will do
 _FLAG_BYTES = 4
+_PER_WORD = 4  # bytes of a block in each word of 8 bytes
+_WORD_BYTES = 8
+# Polls after which a rank is taken for lost, about 0.6 us each: in captured steps, which all ranks
+# replay at the same time, and outside of them, where a rank may compile first.
+PATIENCE = 1 << 24
+EAGER_PATIENCE = 1 << 27
 
 
 def num_bytes(size: int, num_programs: int = PROGRAMS) -> int:
     """Returns the bytes that each of `size` ranks needs."""
-    return size * num_programs * (_FLAG_BYTES + 2 * ROOM_BYTES)
+    words = min(num_programs, WORD_PROGRAMS) * 2 * (ROOM_BYTES // _PER_WORD * _WORD_BYTES)
+    return size * (num_programs * (_FLAG_BYTES + 2 * ROOM_BYTES) + words)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Arguments and constants of a kernel that exchanges blocks; see `exchange_kernels`.
+
+    Attributes:
+        room: Maximum number of elements of a block, or of its words.
+        num_programs: Maximum number of blocks.
+    """
+
+    places: tuple[torch.Tensor, ...]
+    flags: tuple[torch.Tensor, ...]
+    counts: torch.Tensor
+    lost: torch.Tensor
+    patience: int
+    room: int
+    num_programs: int
+    uses_words: bool
+    rank: int
+    size: int
+
+    @property
+    def exchange_arguments(self) -> tuple[Any, ...]:
+        """The arguments in the kernels' order."""
+        return self.places, self.flags, self.counts, self.lost, self.patience
+
+
+def constants_of(exchange: Exchange) -> dict[str, Any]:
+    """Returns a kernel's constants."""
+    return {
+        "ROOM": exchange.room,
+        "PROGRAMS": exchange.num_programs,
+        "WORDS": exchange.uses_words,
+        "RANK": exchange.rank,
+        "RANKS": exchange.size,
+    }
 
 
 class PeerMemory:
@@ -32,32 +79,56 @@ class PeerMemory:
         num_programs: Maximum number of blocks of an exchange.
 
     Attributes:
-        flags, counts: See `exchange_kernels.send_and_wait`.
+        lost: int32 [1] in the host's memory: 1 + the rank whose block did not come, or 0.
     """
 
     def __init__(
         self, rank: int, memories: Sequence[torch.Tensor], num_programs: int = PROGRAMS
     ) -> None:
         self.rank, self.size, self.num_programs = rank, len(memories), num_programs
-        split = self.size * num_programs * _FLAG_BYTES
-        self.flags = tuple(memory[:split].view(torch.int32) for memory in memories)
-        self._rooms = [memory[split:] for memory in memories]
+        self._num_words = min(num_programs, WORD_PROGRAMS)
+        flags = self.size * num_programs * _FLAG_BYTES
+        words = flags + self.size * num_programs * 2 * ROOM_BYTES
+        self._flags = tuple(memory[:flags].view(torch.int32) for memory in memories)
+        self._words = tuple(memory[words:].view(torch.int64) for memory in memories)
+        self._rooms = [memory[flags:words] for memory in memories]
         self._places: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        self.counts = torch.zeros(num_programs, dtype=torch.int32, device=memories[rank].device)
+        device = memories[rank].device
+        self._counts = torch.zeros(num_programs, dtype=torch.int32, device=device)
+        self.lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def takes_rows(self, num_rows: int, size: int, dtype: torch.dtype) -> bool:
-        """Returns whether blocks can be rows [num_rows, size]."""
-        return 0 < num_rows <= self.num_programs and size * dtype.itemsize <= ROOM_BYTES
+        """Returns whether blocks are to be rows [num_rows, size], `num_programs` of them at a
+        time.
+        """
+        return num_rows > 0 and size * dtype.itemsize <= ROOM_BYTES
 
     def takes(self, x: torch.Tensor) -> bool:
         """Returns whether `sum`, `first` and `all` take x."""
         return 0 < x.numel() <= self.num_programs * ROOM_BYTES // x.element_size()
 
-    def places(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Returns each rank's memory for blocks of a type, see `exchange_kernels`."""
-        if dtype not in self._places:
-            self._places[dtype] = tuple(room.view(dtype) for room in self._rooms)
-        return self._places[dtype]
+    def exchange(self, num_blocks: int, length: int, dtype: torch.dtype) -> Exchange:
+        """Returns what a kernel needs for an exchange of blocks.
+
+        Args:
+            length: Number of elements of each block, or of all blocks.
+        """
+        fits = num_blocks <= self._num_words and length % 8 == 0
+        uses_words = fits and dtype.itemsize in (2, 4)
+        places = self._words if uses_words else self._typed(dtype)
+        is_captured = places[self.rank].is_cuda and torch.cuda.is_current_stream_capturing()
+        return Exchange(
+            places,
+            self._flags,
+            self._counts,
+            self.lost,
+            PATIENCE if is_captured else EAGER_PATIENCE,
+            ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
+            self._num_words if uses_words else self.num_programs,
+            uses_words,
+            self.rank,
+            self.size,
+        )
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the ranks' x, see `Group.all_reduce`."""
@@ -71,15 +142,21 @@ class PeerMemory:
         """Returns the ranks' x [..., n], joined as [..., size * n]."""
         return self._exchange(x, x.new_empty(*x.shape[:-1], self.size * x.shape[-1]), "ALL")
 
+    def _typed(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        if dtype not in self._places:
+            self._places[dtype] = tuple(room.view(dtype) for room in self._rooms)
+        return self._places[dtype]
+
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, kind: str) -> torch.Tensor:
         from foredraft.parallel import exchange_kernels
 
         room = ROOM_BYTES // x.element_size()
         block = _BLOCK if x.numel() <= self.num_programs * _BLOCK else room
-        exchange_kernels.exchange[(-(-x.numel() // block),)](
-            x, out, self.places(x.dtype), self.flags, self.counts, x.numel(), x.shape[-1],
-            BLOCK=block, KIND=getattr(exchange_kernels, kind), ROOM=room,
-            PROGRAMS=self.num_programs, RANK=self.rank, RANKS=self.size,
-            num_warps=max(4, block // 512), **overlapped(x.device),
+        num_blocks = -(-x.numel() // block)
+        exchange = self.exchange(num_blocks, x.numel(), x.dtype)
+        exchange_kernels.exchange[(num_blocks,)](
+            x, out, *exchange.exchange_arguments, x.numel(), x.shape[-1], BLOCK=block,
+            KIND=getattr(exchange_kernels, kind), num_warps=max(4, block // 512),
+            **constants_of(exchange), **overlapped(x.device),
         )  # fmt: skip
         return out

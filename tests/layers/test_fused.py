@@ -1,5 +1,6 @@
 """The layers' Triton kernels against the layers on the CPU; on a GPU or in Triton's interpreter."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -151,9 +152,12 @@ def test_angles(kind):
 @pytest.mark.parametrize("norms", [None, False, True])
 @pytest.mark.parametrize("rows", [1, 6, 70])
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_rotates_and_stores(dtype, norms, rows, head_dim):
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_rotates_and_stores(dtype, norms, rows, head_dim, num_parts):
     q_heads, kv_heads = 6, 2
-    heads = random(rows, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    # Triton's interpreter does not round to 16 bits as a GPU does.
+    parts = (random(num_parts, rows, q_heads + 2 * kv_heads, head_dim) * 16).round() / 16
+    heads = parts.sum(0).to(dtype)
     positions = torch.arange(rows) * 5
     angles = Rotary(rope("default"), head_dim, CPU).angles(positions, torch.float32)
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], 1)
@@ -167,15 +171,19 @@ def test_rotates_and_stores(dtype, norms, rows, head_dim):
     kv = PagedKV(2, 30, 4, kv_heads, head_dim, dtype, DEVICE)
     slots = torch.randperm(120, generator=torch.Generator().manual_seed(0))[:rows]
     moved_angles = tuple(x.to(DEVICE) for x in angles)
+    given = heads.clone().to(DEVICE) if num_parts == 1 else parts.to(DEVICE)
+    queries = given.new_empty(rows, q_heads, head_dim, dtype=dtype) if num_parts > 1 else None
     got = fused.rotate_and_store(
-        heads.clone().to(DEVICE),
+        given,
         q_heads,
         moved_angles,
         weights,
         kv.keys(1),
         kv.values(1),
         slots.to(DEVICE),
+        queries=queries,
     )
+    assert queries is None or got.data_ptr() == queries.data_ptr()
     close(got, want_q, dtype)
     close(kv.keys(1)[:, slots.to(DEVICE)].transpose(0, 1), want_k, dtype)
     assert torch.equal(kv.values(1)[:, slots.to(DEVICE)].transpose(0, 1).cpu(), v)
@@ -215,23 +223,26 @@ def test_gated_product(dtype, kind):
 def test_a_row_is_rotated_to_the_same_bits_beside_any_number(norms):
     """The order of a head norm's sum follows the layout of a block of heads."""
     q_heads, kv_heads, head_dim, most = 8, 2, 128, 100
-    heads = random(most, q_heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16).to(DEVICE)
+    parts = random(2, most, q_heads + 2 * kv_heads, head_dim).to(DEVICE)
+    heads = (parts[0] + parts[1]).bfloat16()
     frequencies = random(head_dim // 2).abs().to(DEVICE)
     angles = fused.angles(torch.arange(most, device=DEVICE), frequencies, 1.0)
     weights = random_norm(head_dim, False, torch.bfloat16).weight.to(DEVICE)
     given = (weights, weights, 1e-6, False) if norms else None
 
-    def rotated(count):
+    def rotated(count, in_parts=False):
         caches = torch.zeros(2, kv_heads, most, head_dim, dtype=torch.bfloat16, device=DEVICE)
         slots = torch.arange(count, device=DEVICE)
         own = tuple(part[:count] for part in angles)
+        mine = parts[:, :count] if in_parts else heads[:count].clone()
+        out = heads.new_empty(count, q_heads, head_dim) if in_parts else None
         queries = fused.rotate_and_store(
-            heads[:count].clone(), q_heads, own, given, caches[0], caches[1], slots
+            mine, q_heads, own, given, caches[0], caches[1], slots, queries=out
         )
         return queries, caches[:, :, :count]
 
     queries, caches = rotated(most)
-    for count in (1, 4, 5, 64, 65):
-        found, stored = rotated(count)
-        assert torch.equal(found, queries[:count]), count
-        assert torch.equal(stored, caches[:, :, :count]), count
+    for count, in_parts in itertools.product((1, 4, 5, 64, 65), (False, True)):
+        found, stored = rotated(count, in_parts)
+        assert torch.equal(found, queries[:count]), (count, in_parts)
+        assert torch.equal(stored, caches[:, :, :count]), (count, in_parts)

@@ -43,7 +43,11 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
 
     able = {"launch_pdl": capability >= 90, "DEPENDENT": capability >= 90}
     recorders = []
-    for module, name in ((exchange_kernels, "exchange"), (triton_kernels, "norm_of_ranks")):
+    for module, name in (
+        (exchange_kernels, "exchange"),
+        (triton_kernels, "norm_of_ranks"),
+        (triton_kernels, "row_of_ranks"),
+    ):
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     for module in (peer_memory, fused):
@@ -54,6 +58,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
         group.memory.sum(x)
         group.memory.all(x)
         group.memory.all(torch.zeros(300, 4096, dtype=dtype))
+        fused.rows_of_ranks(x, torch.zeros(4, dtype=torch.int64), 0, 4, group)
         for shares in (True, False):
             group.shares = shares
             for delta in (x, torch.zeros(2, 4, 4096)):
@@ -62,3 +67,25 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
     group.memory.first(torch.zeros(40, dtype=torch.int64))
     for recorder in recorders:
         assert max(recorder.shared_memory(capability)) <= SHARED[capability]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [200, 4096])
+def test_a_norm_adds_up_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int
+) -> None:
+    """However a row's parts come together, and beside any number of others."""
+    from foredraft.layers import triton_kernels
+
+    recorder = Recorder(triton_kernels.norm_of_ranks)
+    monkeypatch.setattr(triton_kernels, "norm_of_ranks", recorder)
+    monkeypatch.setattr(fused, "overlapped", lambda device: {"launch_pdl": True, "DEPENDENT": True})
+    group, weight = LastRank(2), torch.ones(size, dtype=dtype)
+    for group.shares in (True, False):
+        for num_rows in (4, peer_memory.WORD_PROGRAMS + 1):
+            x = torch.zeros(num_rows, size, dtype=dtype)
+            for delta in (x, torch.zeros(2, num_rows, size)):
+                fused.add_norm(x.clone(), delta, weight, 1e-5, False, None, None, group)
+    found = recorder.reductions(90)
+    assert len(found) == 8
+    assert len({layouts[-1] for layouts in found}) == 1

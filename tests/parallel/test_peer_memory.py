@@ -2,6 +2,8 @@
 interpreter: sums are those of gathered blocks, bit for bit.
 """
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import torch.multiprocessing as mp
 
 from foredraft.layers import fused
 from foredraft.models.loader import load_model
+from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import PeerMemory, num_bytes
+from foredraft.parallel.peer_memory import PROGRAMS, WORD_PROGRAMS, PeerMemory, num_bytes
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
@@ -20,6 +23,8 @@ from verify_service.executor.ranks.group import ProcessGroup
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
+# More rows than travel as words, and than an exchange has blocks.
+MANY_ROWS = (NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, PROGRAMS + 3)
 pytestmark = [
     needs_triton,
     pytest.mark.gpu,
@@ -57,6 +62,7 @@ def exchange(memory: PeerMemory, device: torch.device) -> None:
     rank, size = memory.rank, memory.size
     for turn in range(6 if INTERPRETED else 300):
         dtype = DTYPES[turn % len(DTYPES)]
+        # Lengths that are multiples of 8 travel as words, others do not.
         shape = [(3, 5), (2, 2100), (7, 1024)][turn // len(DTYPES) % 3]
         own = [random(*shape, seed=7 * turn + other, dtype=dtype) for other in range(size)]
         x = own[rank].to(device)
@@ -80,8 +86,9 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
     where there are few numbers to round.
     """
     for dtype in DTYPES:
-        for size in [200] if INTERPRETED else [200, 320, 4096, 5120]:
-            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1)):
+        for size in [200] if INTERPRETED else [200, 4096, 5120]:
+            many = ((num_rows, 1) for num_rows in MANY_ROWS)
+            for num_rows, num_parts in ((1, 1), (3, 2), (5, 1), *many):
                 seed = size + num_rows
                 stream = random(num_rows, size, seed=seed, dtype=dtype).to(device)
                 weight = random(size, seed=1, dtype=dtype).to(device)
@@ -109,6 +116,19 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
                     torch.testing.assert_close(found[0][1], want, rtol=0.02, atol=0.02)
 
 
+def look_up(group: Group, device: torch.device) -> None:
+    """Rows of a table whose rows the ranks share."""
+    for num_rows in (1, 5, *MANY_ROWS):
+        for dtype in DTYPES:
+            table = random(20 * group.size, 200, seed=num_rows, dtype=dtype)
+            tokens = torch.randint(len(table), (num_rows,), generator=torch.manual_seed(num_rows))
+            first = 20 * group.rank
+            own, asked = table[first : first + 20].to(device), tokens.to(device)
+            found = fused.rows_of_ranks(own, asked, first, 20, group)
+            assert found is not None
+            assert torch.equal(found.cpu(), table[tokens])
+
+
 def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
     cpu = torch.device("cpu")
     own = InterpretedGroup(group, memories)
@@ -119,6 +139,8 @@ def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
             own.shares = value
 
     both_ways(own, cpu, Switch([True]))
+    own.shares = True
+    look_up(own, cpu)
 
 
 def on_card(rank: int, meeting: str) -> None:
@@ -141,6 +163,7 @@ def on_card(rank: int, meeting: str) -> None:
 
     both_ways(group, device, Switch([True]))
     group._memory = memory
+    look_up(group, device)
     # More rows than there are blocks are gathered.
     x = random(600, 4096, seed=rank).to(device)
     total = random(600, 4096, seed=0) + random(600, 4096, seed=1)
@@ -194,3 +217,22 @@ def test_a_model_of_two_ranks_that_exchange_rows(tmp_path: Path, name: str) -> N
     assert torch.equal(first, second)
     expected = logits_of(load_model(path, torch.float32), SINGLE)
     torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
+
+
+def wait_in_vain(number: int) -> None:
+    """Waits on a card for a rank that there is not; of two processes one waits for words."""
+    peer_memory.EAGER_PATIENCE = 1000
+    device = torch.device("cuda", 0)
+    memories = [torch.zeros(num_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
+    memory, x = PeerMemory(0, memories), torch.ones(1 + number * WORD_PROGRAMS, 1024, device=device)
+    memory.sum(x)
+    until = time.monotonic() + 60
+    while not int(memory.lost) and time.monotonic() < until:
+        time.sleep(0.01)
+    # The kernel goes on.
+    os._exit(0 if int(memory.lost) == 2 else 1)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter would wait for ever")
+def test_a_rank_that_sends_nothing_is_found() -> None:
+    mp.spawn(wait_in_vain, nprocs=2)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,18 @@ def test_a_rank_that_has_ended_is_named(watchdog: RankWatchdog) -> None:
     process.kill()
     process.wait()
     assert watchdog._dead() == f"rank 2 of 3 (pid {process.pid}) was ended by SIGKILL"
+
+
+def test_a_rank_whose_numbers_do_not_come_is_named(watchdog: RankWatchdog) -> None:
+    group = SimpleNamespace(lost_rank=None)
+    assert watchdog._lost() is None
+    watchdog.watch_group(group)
+    assert watchdog._lost() is None
+    group.lost_rank = 1
+    pid = watchdog._workers.pid(1)
+    assert watchdog._lost() == (
+        f"rank 1 of 3 (pid {pid}) has not sent its part of a sum, for which others wait"
+    )
 
 
 def stopped(program: str) -> subprocess.Popen[bytes]:

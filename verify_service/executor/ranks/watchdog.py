@@ -46,6 +46,14 @@ class LocalWorkers(Protocol):
         """Kills all of them."""
 
 
+class Connected(Protocol):
+    """A group of ranks; see `group.ProcessGroup`."""
+
+    @property
+    def lost_rank(self) -> int | None:
+        """Rank whose numbers this one's device has awaited for too long; None where all came."""
+
+
 class RankWatchdog:
     """Watches all ranks from a thread of rank 0, and ends the verifier when one of them fails.
 
@@ -59,6 +67,7 @@ class RankWatchdog:
         self._is_closed = threading.Event()
         self._times = RankTimes(board.size)
         self._watches_steps = False
+        self._group: Connected | None = None
         self._silent = [0.0] * board.size
         self._behind = [0.0] * board.size
         self._thread = threading.Thread(target=self._run, name="rank-watchdog", daemon=True)
@@ -73,6 +82,10 @@ class RankWatchdog:
         Ranks may take very different times to load.
         """
         self._watches_steps = True
+
+    def watch_group(self, group: Connected) -> None:
+        """Watches from now on that the ranks' devices send each other what they should."""
+        self._group = group
 
     def close(self) -> None:
         """Ends the thread, so that ranks may end."""
@@ -90,7 +103,7 @@ class RankWatchdog:
             self._board.beat()
             progress = self._board.progress()
             self._times.publish(progress)
-            failure = self._dead() or self._stuck(before, progress, seconds)
+            failure = self._dead() or self._stuck(before, progress, seconds) or self._lost()
             before = progress
             if failure and not self._is_closed.is_set():
                 self._fail(failure)
@@ -127,6 +140,12 @@ class RankWatchdog:
                     f" others have waited for {BEHIND_SECONDS:g} s"
                 )
         return None
+
+    def _lost(self) -> str | None:
+        rank = None if self._group is None else self._group.lost_rank
+        if rank is None:
+            return None
+        return f"{self._name(rank)} has not sent its part of a sum, for which others wait"
 
     def _name(self, rank: int) -> str:
         names = {stream.rank: stream.name for stream in self._board.streams}
