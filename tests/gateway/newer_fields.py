@@ -71,6 +71,7 @@ RESPONSES_FIELDS: tuple[Field, ...] = (
         ("prompt_cache_key", "a", "prefixes are found by their tokens"),
         ("prompt_cache_options", {}, "prefixes are found by their tokens"),
         ("prompt_cache_retention", "24h", "prefixes stay as long as there is room"),
+        ("client_metadata", {"x-codex-installation-id": "x"}, "what Codex says of itself"),
     ),
     *_rows(
         RESPONSES, "OpenAI", "refused",
@@ -125,11 +126,11 @@ MESSAGES_FIELDS: tuple[Field, ...] = (
         ("speed", "standard", "there is one speed; fast is refused"),
         ("user_profile_id", "x", "keys have names; a user changes nothing"),
         ("workspace_id", "x", "keys have names; a workspace changes nothing"),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "edits that clear nothing; others are refused: send a shorter conversation"),
     ),
     *_rows(
         MESSAGES, "Anthropic", "refused",
         ("container", "x", "there are no containers"),
-        ("context_management", {"edits": []}, "send a shorter conversation"),
         ("mcp_servers", [{"type": "url"}], "give the tools"),
         ("diagnostics", {"a": 1}, "there are none"),
         ("inference_geo", "us", "the server is where it is"),
