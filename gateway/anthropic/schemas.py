@@ -76,7 +76,7 @@ class ToolParam(Loose):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    # A schema is always kept to, and arguments come as they grow.
+    # Arguments come as they grow in any case.
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     cache_control: dict[str, Any] | None = None
@@ -94,7 +94,10 @@ class ToolParam(Loose):
         if self.input_schema is None:
             raise InvalidRequest(f"{where}.input_schema", "Field required")
         function = Function(
-            name=self.name, description=self.description, parameters=self.input_schema
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
         )
         return Tool(type="function", function=function)
 

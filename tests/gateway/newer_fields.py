@@ -113,7 +113,7 @@ MESSAGES_FIELDS: tuple[Field, ...] = (
         ("temperature", 0.5, "0 to 100"),
         ("top_k", 1, "0 and -1 are all"),
         ("top_p", 0.5, "0 to 1; 0 is the likeliest token alone"),
-        ("tools", [_CUSTOM], "the client's own; a schema is always kept to; cache_control is ignored"),
+        ("tools", [_CUSTOM], "the client's own; cache_control is ignored"),
         ("tool_choice", {"type": "none"}, "auto, any, tool, none; disable_parallel_tool_use"),
         ("thinking", {"type": "disabled"}, "enabled and disabled set the template's switch; enabled needs --reasoning-parser; budget_tokens does not bound it"),
         ("output_config", {"format": None}, "format: json_schema, not together with tools; effort as reasoning_effort in chat completions"),
