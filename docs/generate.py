@@ -58,10 +58,10 @@ def flags_page() -> str:
             " Every flag has a"
         ),
         (
-            "variable; a flag wins over its variable. A switch has a `--no-` form. A flag that may"
-            " be given several"
+            "variable; a flag wins over its variable, and an empty variable counts as absent. A"
+            " switch has a `--no-` form. A flag"
         ),
-        "times is a list with commas in its variable.",
+        "that may be given several times is a list with commas in its variable.",
     ]
     # Logging's fields are in every configuration, but stand last.
     known = {field.name for field in dataclasses.fields(LogConfig)}

@@ -23,7 +23,7 @@ from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
 from gateway import envelopes, errors
 from gateway.errors import BodyTooLarge, SlowClient
-from gateway.validation import invalid_request
+from gateway.validation import invalid_request, without_idle_fields
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,13 @@ async def read(request: Request, model: type[B], bounds: Bounds) -> B:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise invalid_request(error, body, model, model.remedies) from None
+        wrong = error
+    if (asking := without_idle_fields(wrong, body)) is not None:
+        try:
+            return model.model_validate_json(asking)
+        except ValidationError as error:
+            wrong, body = error, asking
+    raise invalid_request(wrong, body, model, model.remedies)
 
 
 def _check_members(body: bytes) -> None:
@@ -170,7 +176,7 @@ def _check_members(body: bytes) -> None:
 def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
     """Raises InvalidRequest for the first field that was given but cannot be honoured."""
     for field, reason in reasons.items():
-        if values.get(field) not in (None, False, [], {}):
+        if values.get(field) not in (None, False, [], {}, ""):
             raise InvalidRequest(field, reason)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from foredraft.errors import InvalidRequest
 
@@ -15,6 +15,37 @@ UNKNOWN = "is not a field of this request, or not one that can be honoured"
 _WANTS = "Input should be "
 # Errors whose last name is the client's, or should be; others may end in a union branch's name.
 _OF_NAMES = ("extra_forbidden", "missing")
+# Fields of other servers that are not known here, with the value that asks for nothing.
+_IDLE: dict[str, Any] = {
+    # vLLM's.
+    "use_beam_search": False,
+    "early_stopping": False,
+    "length_penalty": 1,
+    "detokenize": True,
+    "return_tokens_as_token_ids": False,
+    "add_special_tokens": False,
+    "include_reasoning": True,
+    "echo": False,
+    "best_of": 1,
+    "logits_processors": [],
+    "cache_salt": "",
+    "vllm_xargs": {},
+    "kv_transfer_params": {},
+    "mm_processor_kwargs": {},
+    "extra_body": {},
+    # SGLang's.
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "return_routed_experts": False,
+    "return_indexer_topk": False,
+    "return_cached_tokens_details": False,
+    "return_meta_info": False,
+    "return_bytes": False,
+    "return_entropy": False,
+    "stream_reasoning": True,
+    "lora_path": "",
+    "custom_logit_processor": "",
+}
 _MAX_ERRORS = 256
 _MAX_DEPTH = 8
 _MAX_NAME_CHARACTERS = 64
@@ -55,6 +86,47 @@ def invalid_request(
     tails = [text.removeprefix(_WANTS) for text in wants if text.startswith(_WANTS)]
     message = _WANTS + " or ".join(dict.fromkeys(tails)) if tails else first["msg"]
     return InvalidRequest(field, message)
+
+
+def without_idle_fields(error: ValidationError, body: bytes) -> bytes | None:
+    """Leaves unknown fields out that ask for nothing.
+
+    Such a field is null, or has the value with which other servers do what is done here.
+
+    Args:
+        error: Pydantic's error.
+        body: Bytes of the request's body.
+
+    Returns:
+        The body without them, as JSON; None where it has none.
+    """
+    found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
+    unknown = [each["loc"] for each in found if each["type"] == "extra_forbidden"]
+    if not unknown:
+        return None
+    value = from_json(body)
+    left_out = 0
+    for *way, name in unknown:
+        holder = value
+        for part in way:
+            holder = _inside(holder, part)
+        if isinstance(holder, dict) and name in holder and _is_idle(str(name), holder[name]):
+            del holder[name]
+            left_out += 1
+    return to_json(value, inf_nan_mode="constants") if left_out else None
+
+
+def _inside(holder: Any, part: int | str) -> Any:
+    """Returns a member of an object or list; `holder` where `part` names a union's branch."""
+    if isinstance(holder, dict):
+        return holder.get(part, holder)
+    if isinstance(holder, list) and isinstance(part, int) and part < len(holder):
+        return holder[part]
+    return holder
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    return value is None or (name in _IDLE and value == _IDLE[name])
 
 
 def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:

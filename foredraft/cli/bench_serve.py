@@ -193,6 +193,7 @@ async def _bench(
 ) -> int:
     console = report.make_console()
     url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
+    url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given the address with it
     client = HttpClient(url, _headers(arguments.header))
     try:
         peer = await peers.discover(client, arguments.backend, arguments.model)

@@ -5,12 +5,14 @@ another colour.
 import argparse
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import signal
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -70,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as running:
             url = arguments.server or running.enter_context(_services(values, console))
             url = url if "://" in url else f"http://{url}"
-            _print_stream(url.rstrip("/"), arguments, console, values.get("api_key", ""))
+            # OpenAI's clients are given the address with /v1.
+            url = url.rstrip("/").removesuffix("/v1")
+            _print_stream(url, arguments, console, values.get("api_key", ""))
     except ForedraftError as error:
         console.print(Text(f"foredraft generate: {error}", style="bold red"), soft_wrap=True)
         return 1
@@ -247,7 +251,7 @@ def _events(
         headers["authorization"] = f"Bearer {api_key}"
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=SILENCE_SECONDS) as response:
+        with _opener(url).open(request, timeout=SILENCE_SECONDS) as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()
                 if data == b"[DONE]":
@@ -269,6 +273,18 @@ def _events(
                 " call"
             )
         raise Unavailable(f"no answer from {url}: {reason}{hint}") from error
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Returns what opens a server's routes: by the environment's proxy unless it is on this
+    machine.
+    """
+    host = urllib.parse.urlsplit(url).hostname or ""
+    is_here = host == "localhost"
+    with contextlib.suppress(ValueError):
+        is_here = ipaddress.ip_address(host).is_loopback
+    handlers = [urllib.request.ProxyHandler({})] if is_here else []
+    return urllib.request.build_opener(*handlers)
 
 
 def _raise_error(event: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ model) and a draft (cheap guesses that the verifier checks), waits until all are
 what dies, and stops everything on Ctrl-C. A draft is restarted without end; a gateway or verifier
 that dies a sixth time within five minutes ends it.
 
-Every flag has a FOREDRAFT_* variable; a flag wins over its variable.
+Every flag has a FOREDRAFT_* variable; a flag wins over its variable, an empty one counts as absent.
 """
 EXAMPLES = """\
 examples:

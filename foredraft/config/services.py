@@ -202,7 +202,7 @@ class DraftConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, Spec
 class GatewayConfig(LogConfig, ServiceTlsConfig):
     """The gateway."""
 
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.", filled=True)
     port: int = option(30000, "HTTP port.", least=0, most=65535)
     allowed_host: tuple[str, ...] = option(
         (),
@@ -248,11 +248,13 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "Key that clients must send as `Authorization: Bearer KEY`. Others can read a command line:"
         " prefer the variable, or --api-key-file.",
         secret=True,
+        filled=True,
     )
     api_key_file: str = option(
         "",
         "File of keys, a `name secret` on each line, and the key's own limits if it has any, such"
         " as `concurrent=8 requests=60 tokens=100000`. Read again when it changes.",
+        filled=True,
     )
     protect_metrics: bool | None = option(
         None,
@@ -263,10 +265,13 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         "",
         "PEM file with the certificate chain of the HTTP and gRPC ports, which speak TLS then."
         " Changed files are taken without a restart.",
+        filled=True,
     )
-    ssl_keyfile: str = option("", "PEM file of its private key.")
+    ssl_keyfile: str = option("", "PEM file of its private key.", filled=True)
     ssl_ca_certs: str = option(
-        "", "PEM file of authorities; clients must show a certificate of theirs then (mutual TLS)."
+        "",
+        "PEM file of authorities; clients must show a certificate of theirs then (mutual TLS).",
+        filled=True,
     )
     key_concurrent_requests: int = option(
         0,

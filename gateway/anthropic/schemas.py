@@ -15,7 +15,6 @@ from gateway.openai.tools import Choice, Function, NamedChoice, NamedFunction, T
 
 _REFUSED = {
     "container": "there are no containers",
-    "context_management": "nothing is compacted: send a shorter conversation",
     "mcp_servers": "servers of tools are not asked from here: give their tools",
     "diagnostics": "there are no diagnostics",
     "inference_geo": "the server is where it is",
@@ -65,7 +64,7 @@ class ToolParam(Loose):
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    # A schema is always kept to, and arguments come as they grow.
+    # Arguments come as they grow in any case.
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     cache_control: dict[str, Any] | None = None
@@ -83,7 +82,10 @@ class ToolParam(Loose):
         if self.input_schema is None:
             raise InvalidRequest(f"{where}.input_schema", "Field required")
         function = Function(
-            name=self.name, description=self.description, parameters=self.input_schema
+            name=self.name,
+            description=self.description,
+            parameters=self.input_schema,
+            strict=self.strict,
         )
         return Tool(type="function", function=function)
 
@@ -133,6 +135,30 @@ class Thinking(Body):
     display: str | None = None
 
 
+class ContextEdit(Loose):
+    """A change to the conversation before it is read; only one that clears nothing is taken."""
+
+    type: str
+    keep: str | dict[str, Any] | None = None
+
+
+class ContextManagement(Body):
+    """Changes to the conversation before it is read."""
+
+    edits: Objects[ContextEdit] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a change that would clear something."""
+        for i, edit in enumerate(self.edits or ()):
+            where = f"context_management.edits.{i}"
+            keeps_all = edit.keep in ("all", {"type": "all"})
+            if edit.type != "clear_thinking_20251015" or not keeps_all:
+                raise InvalidRequest(
+                    where, "nothing is cleared or compacted: send a shorter conversation"
+                )
+            edit.refuse_others(where)
+
+
 class Metadata(Body):
     """About the request; changes nothing."""
 
@@ -156,9 +182,10 @@ class CountBody(ExtendedBody):
     speed: Literal["standard"] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
+    # Refused where it would clear something.
+    context_management: ContextManagement | None = None
     # Refused where they ask for something.
     container: Any = None
-    context_management: Any = None
     mcp_servers: Any = None
     diagnostics: Any = None
     inference_geo: str | None = None
@@ -170,6 +197,8 @@ class CountBody(ExtendedBody):
             can_think: Whether the server separates reasoning.
         """
         refuse(vars(self), _REFUSED)
+        if self.context_management is not None:
+            self.context_management.check()
         if self.thinking is not None and self.thinking.type == "enabled" and not can_think:
             raise InvalidRequest(
                 "thinking.type", "needs a server with --reasoning-parser; leave thinking out"

@@ -10,7 +10,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import JSON_WHITESPACE, Grammar, GrammarKind
 from gateway.openai.harmony import MESSAGE
-from gateway.openai.tools import Convention, Function, ToolUse
+from gateway.openai.tools import Convention, ToolUse
 
 ARGS = "[ARGS]"
 TOOL_CALLS, CALL_ID = "[TOOL_CALLS]", "[CALL_ID]"
@@ -64,7 +64,7 @@ def _harmony_calls(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
     for i, function in enumerate(use.callable):
         to = _literal(f" to=functions.{function.name}")
         head = f"({channel} {to} | {to} {channel}) format? {_token(tokenizer, MESSAGE)}"
-        calls.append(f"call_{i}: {head} {_json(_parameters(function))}")
+        calls.append(f"call_{i}: {head} {_json(function.schema_of_calls())}")
     names = " | ".join(f"call_{i}" for i in range(len(calls)))
     return [f"answer: (thought next)* ({names})", *calls, *_harmony_messages(tokenizer)]
 
@@ -106,7 +106,7 @@ def _mistral(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
         name_end = f"({_token(tokenizer, CALL_ID)} /[a-zA-Z0-9]{{9}}/)? {args}"
     calls = []
     for i, function in enumerate(use.callable):
-        schema = _json(_parameters(function))
+        schema = _json(function.schema_of_calls())
         if is_new:
             calls.append(f"call_{i}: {begin} {_literal(function.name)} {name_end} {schema}")
         else:
@@ -126,7 +126,7 @@ def _qwen3_coder(use: ToolUse) -> list[str]:
     """
     rules: list[str] = []
     for i, function in enumerate(use.callable):
-        schema = _parameters(function)
+        schema = function.schema_of_calls()
         required = schema.get("required")
         names = []
         for j, (key, value) in enumerate(properties_of(schema).items()):
@@ -156,18 +156,16 @@ def _parameter(rule: str, key: str, value: Any, schema: dict[str, Any]) -> list[
             return [f"{rule}: {begin} ({options}) {end}"]
         return [f"{rule}: {begin} {rule}_text", f"{rule}_text[lazy]: TAG_TEXT {end}"]
     inner = {**value} if isinstance(value, dict) else {}
-    # References point to definitions at the schema's top.
+    # References point to definitions at the schema's top, whose options hold below it.
     inner |= {name: schema[name] for name in _DEFINITIONS if name in schema}
+    if "x-guidance" in schema:
+        inner.setdefault("x-guidance", schema["x-guidance"])
     return [f"{rule}: {begin} {_json(inner)} {end}"]
 
 
 def is_text(schema: Any) -> bool:
     """Returns whether a parameter's value is a text, which Qwen3 Coder writes without quotes."""
     return isinstance(schema, dict) and schema.get("type") == "string"
-
-
-def _parameters(function: Function) -> dict[str, Any]:
-    return function.parameters or {"type": "object", "additionalProperties": False}
 
 
 def _json(schema: dict[str, Any], field: str = "tools") -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
 from gateway.http import Body, Items
+from gateway.openai.relaxed_schemas import relaxed
 
 MAX_TOOLS = 128
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -29,13 +30,20 @@ The functions:
 class Function(Body):
     """A function that the model may call.
 
-    Its parameters are kept to whether `strict` is asked for or not.
+    With `strict`, parameters that no grammar can keep to are refused; without, what it cannot say
+    of them is left open.
     """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def schema_of_calls(self) -> dict[str, Any]:
+        """Returns the JSON schema that the arguments of calls are held to."""
+        if not self.parameters:
+            return {"type": "object", "additionalProperties": False}
+        return self.parameters if self.strict else relaxed(self.parameters)
 
 
 class Tool(Body):
@@ -151,7 +159,7 @@ class ToolUse:
         structures = [
             {
                 "begin": f'{before}{{"name": "{function.name}", "{key}": ',
-                "schema": function.parameters or {"type": "object", "additionalProperties": False},
+                "schema": function.schema_of_calls(),
                 "end": after,
             }
             for function in self.callable

@@ -203,6 +203,7 @@ class ResponsesBody(ExtendedBody):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None
     # Refused where they ask for something.
     background: bool | None = None
     background_options: dict[str, Any] | None = None

@@ -207,7 +207,7 @@ def test_failures_are_counted_and_kept_out_of_latencies(
     output = tmp_path / "found.jsonl"
     with PeerServer(0.0, 0.0).running() as peer:
         peer.fail_every = 4
-        argv = ["--base-url", peer.url, "--num-prompts", "12", "--output-len", "2"]
+        argv = ["--base-url", peer.url + "/v1", "--num-prompts", "12", "--output-len", "2"]
         code, text = run(capsys, *argv, "--warmup-requests", "0", "--output-file", str(output))
     assert code == 0
     (found,) = lines(output)

@@ -98,11 +98,23 @@ def test_one_shot_starts_the_services_and_prints_the_models_text(model: Path, se
 
 def test_a_server_that_runs_is_asked_without_starting_any(server: str) -> None:
     text = expected(server, PROMPT, max_tokens=20)
-    for where in (server, server + "/", server.removeprefix("http://")):
+    for where in (server, server + "/", server + "/v1/", server.removeprefix("http://")):
         asked = generate(f"--server={where}", "--max-tokens=20", PROMPT)
         assert (asked.returncode, asked.stdout) == (0, text + "\n"), asked.stderr
     piped = generate(f"--server={server}", "--max-tokens=20", "-", stdin=PROMPT)
     assert piped.stdout == text + "\n"
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there
+    asked = generate(f"--server={server}", "--max-tokens=2", PROMPT)
+    assert asked.returncode == 0, asked.stderr
+    through = generate("--server=http://model.invalid", PROMPT)
+    assert "refused" in through.stderr  # by the proxy
 
 
 def test_no_speculation_gives_the_same_text(server: str) -> None:

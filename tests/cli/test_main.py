@@ -56,7 +56,10 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
         (["--speculative-algorithm", "MAGIC"], "'MAGIC' is not one of NONE, NGRAM"),
         (["--port", "many"], "--port: 'many' is not an int"),
         (["--listen", "unix:/x"], "unrecognized arguments: --listen"),
-        (["--model-path", "/nowhere"], "--model-path /nowhere: no such directory"),
+        (
+            ["--port=0", "--grpc-port=0", "--model-path=/nowhere"],
+            "--model-path /nowhere: no such directory",
+        ),
         (["--modelpath=x"], "--modelpath=x\n  did you mean --model-path?\n"),
         (["--pp-size", "2"], "\n  instead of --pp-size give --tensor-parallel-size\n"),
         (["--max-model-len=99"], "\n  instead of --max-model-len give --context-length\n"),

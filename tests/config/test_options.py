@@ -36,6 +36,7 @@ class Sample:
     colour: str = option("Red", "A colour.", choices=("Red", "Blue"))
     border: str = option("", "A border, if any.", choices=("", "thick", "dotted"))
     head_path: str = option("", "A place.")
+    key: str = option("", "A key.", filled=True)
     peers: tuple[str, ...] = option((), "Peers.", internal=True)
 
 
@@ -83,6 +84,11 @@ def test_switches_by_variable(text: str, value: bool) -> None:
     assert read(shy=text) == {"shy": value}
 
 
+def test_an_empty_variable_counts_as_absent() -> None:
+    assert read(size="", shy="", colour="", key="", peers="", name="") == {}
+    assert read("--title", "", name="x") == {"name": ""}
+
+
 def test_choices_ignore_case_and_give_the_declared_spelling() -> None:
     assert read("--colour", "bLUE") == {"colour": "Blue"}
     assert read(colour="red") == {"colour": "Red"}
@@ -102,7 +108,8 @@ def test_repeated_flags_and_listed_variables_give_tuples() -> None:
         (["--border", "thin"], {}, "--border: 'thin' is not one of thick, dotted"),
         ([], {"size": "1.5"}, "FOREDRAFT_SIZE: '1.5' is not an int"),
         ([], {"shy": "maybe"}, "FOREDRAFT_SHY: 'maybe' is neither true nor false"),
-        ([], {"colour": ""}, "FOREDRAFT_COLOUR: '' is not one of"),
+        (["--colour", ""], {}, "--colour: '' is not one of"),
+        (["--key", ""], {}, "--key is empty; leave it out for none"),
         (["--count", "10"], {}, "--count must be in [1, 9], not 10"),
         ([], {"count": "0"}, "FOREDRAFT_COUNT must be in [1, 9], not 0"),
         (["--wait", "-0.5"], {}, "--wait must be at least 0, not -0.5"),

@@ -42,7 +42,7 @@ def test_every_field_can_be_set_by_flag_and_by_variable(config: type) -> None:
     texts = {int: "3", float: "1.0", bool: "1", str: "x"}
     for field in dataclasses.fields(config):
         kind, repeated = value_type(hints[field.name])
-        text = field.metadata["choices"][0] if field.metadata["choices"] else texts[kind]
+        text = field.metadata["choices"][-1] if field.metadata["choices"] else texts[kind]
         parser = argparse.ArgumentParser(exit_on_error=False)
         add_arguments(parser, config)
         flags = [flag_of(field.name)] if kind is bool else [flag_of(field.name), text]
@@ -368,7 +368,7 @@ def test_a_service_started_by_flags_gets_the_same_configuration(config: type) ->
     values = {
         field.name: field.default
         for field in dataclasses.fields(config)
-        if field.default is not None
+        if field.default is not None and not (field.metadata["filled"] and field.default == "")
     }
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser, config)

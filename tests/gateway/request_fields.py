@@ -242,7 +242,7 @@ FIELDS: tuple[Field, ...] = (
         ("add_special_tokens", True, "the template has them"),
         ("chat_template", "{{ 1 }}", "the server's own; see --chat-template"),
         ("mm_processor_kwargs", {"a": 1}, "only text"),
-        ("include_reasoning", True, "reasoning is part of the text"),
+        ("include_reasoning", False, "reasoning stays in the answer"),
         ("thinking_token_budget", 5, "models here have no such setting"),
     ),
     # Ours.

@@ -23,7 +23,11 @@ def page() -> str:
             "names the field in `param`; so is every field that is in none of the tables: nothing"
             " is half applied, and a"
         ),
-        "misspelt name is told. A field that is `null` counts as absent.",
+        (
+            "misspelt name is told. A field that is `null` counts as absent, and so does one"
+            " of another server with the value"
+        ),
+        "that asks for nothing, such as `use_beam_search: false`.",
     ]
     for route in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, SAMPLING):
         lines += ["", f"## `{route}`", "", "| field | whose | | how |", "| --- | --- | --- | --- |"]

@@ -313,6 +313,25 @@ def test_fields_are_what_the_docs_say(http: httpx.Client, field: Field) -> None:
         assert answer.json()["content"] == again["content"]
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"type": "clear_thinking_20251015"},
+        {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+        {"type": "clear_tool_uses_20250919", "keep": "all"},
+        {"type": "clear_thinking_20251015", "keep": "all", "trigger": 1},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_edits_that_would_clear_something_are_refused(
+    http: httpx.Client, path: str, edit: dict[str, Any]
+) -> None:
+    body = {"messages": HI, "context_management": {"edits": [edit]}}
+    answer = http.post(path, json=body | ({"max_tokens": 4} if path == "/v1/messages" else {}))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("context_management.edits.0")
+
+
 def test_every_field_is_in_the_docs() -> None:
     own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     for body, fields, method in (
