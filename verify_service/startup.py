@@ -18,6 +18,7 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE
 from foredraft.runner.batch import SequenceRows
+from foredraft.runner.compile_ahead import compile_ahead
 from foredraft.runner.model_runner import ModelRunner
 from verify_service.attach.links import (
     DraftLink,
@@ -294,11 +295,16 @@ def _executor(
     else:
         group, board = ranks.group, ranks.board
         graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
-    layers = captured_layers(links)
+    layers, has_branches = captured_layers(links), tree_limits[1] > 1 and limits.max_nodes > 1
+    if ranks is None:  # what ranks exchange cannot be captured and thrown away
+        runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches)]
+        num_compiled = compile_ahead(runs, device)
+        logger.info("compiled %d kernels in %.1f s", num_compiled, time.monotonic() - started)
+        started = time.monotonic()
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     started = time.monotonic()
-    mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
+    mixed.warm_up(layers, has_branches)
     logger.info(
         "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
     )

@@ -9,6 +9,7 @@ one download. A step may start before the host knows the outcome of the previous
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -272,6 +273,16 @@ class DecodeGraphs:
         graph.replay()
         return output
 
+    def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:
+        """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
+        kinds = [
+            StepKind(batch, rows, tuple(capture), is_filtered)
+            for batch, rows in self.shapes
+            for is_filtered in (True, False)
+        ]
+        kinds.append(StepKind(1, 1, tuple(capture), True, True))
+        return [partial(self._compute, kind) for kind in kinds]
+
     def warm_up(self, capture: Sequence[int]) -> None:
         """Captures every shape, with and without filters, largest first, so that the others fit its
         memory.
@@ -303,12 +314,12 @@ class DecodeGraphs:
         records[:] = self._padding
 
     def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
-        def run() -> ModelOutput:
-            forward = self._step.forward(kind)
-            self._step.choose(kind, forward)
-            return _without_logits(forward.output)
+        return self._record(lambda: self._compute(kind))
 
-        return self._record(run)
+    def _compute(self, kind: StepKind) -> ModelOutput:
+        forward = self._step.forward(kind)
+        self._step.choose(kind, forward)
+        return _without_logits(forward.output)
 
     def _capture_two_phase(self, kind: StepKind) -> _TwoPhaseGraphs:
         def run() -> None:

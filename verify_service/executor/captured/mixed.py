@@ -6,8 +6,9 @@ whatever the rows.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,13 @@ class MixedGraphs:
         """
         self._uploaded.synchronize()
 
+    def runs(self, capture: Sequence[int], has_branches: bool) -> list[Callable[[], object]]:
+        """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
+        kinds = self._kinds(capture, has_branches)
+        for kind in kinds:
+            self._make_room(kind)
+        return [partial(self.compute, kind) for kind in kinds]
+
     def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
         """Captures all sizes, the largest first, so that the others fit its memory.
 
@@ -144,11 +152,16 @@ class MixedGraphs:
             has_branches: Whether there will be trees that are no chains; else these are captured
                 when they come.
         """
-        for size in reversed(self.sizes):
-            for is_masked in {False, has_branches}:
-                kind = MixedKind(size, tuple(capture), is_masked)
-                self._upload(kind, ())
-                self._graphs[kind] = self._capture(kind)
+        for kind in self._kinds(capture, has_branches):
+            self._upload(kind, ())
+            self._graphs[kind] = self._capture(kind)
+
+    def _kinds(self, capture: Sequence[int], has_branches: bool) -> list[MixedKind]:
+        return [
+            MixedKind(size, tuple(capture), is_masked)
+            for size in reversed(self.sizes)
+            for is_masked in {False, has_branches}
+        ]
 
     def close(self) -> None:
         """Frees the graphs, as DecodeGraphs does."""
