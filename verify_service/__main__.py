@@ -49,6 +49,7 @@ def main() -> int:
     """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine
     failed, DEVICE_LOST when its GPU did.
     """
+    gc.freeze()  # the start need not look through what was imported
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
