@@ -16,6 +16,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.engine.engine import EngineLimits
+from verify_service.executor.captured import graphs as captured_graphs
 from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
@@ -67,9 +68,6 @@ class EagerGraphs(DecodeGraphs):
 
     _kv: PagedKV  # cache of the newest engine
 
-    def _run_aside(self, run: Callable[[], object]) -> None:
-        pass
-
     def _capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         keys, step = self._kv.data.clone(), self._step
         kept = [step.state, step.two_phase.words]
@@ -87,6 +85,7 @@ class EagerMixedGraphs(MixedGraphs):
 
     def _capture(self, kind: MixedKind) -> Any:
         self._make_room(kind)
+        self._try(kind)
         return Graph(lambda: self.compute(kind))
 
 
@@ -103,6 +102,7 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(captured_graphs, "run_aside", lambda run, device: run())
     made = PagedKV.for_model
 
     def with_scratch(

@@ -42,10 +42,11 @@ def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels
     """
     started = time.monotonic()
     config, kv = runner.model.config, runner.kv
-    for rows in forwards_to_run(reach, kv, runner.model.group_size, runner.attention):
-        runner.forward(rows, layers)
-        if layers:  # unread while no draft is attached
-            runner.forward(rows)
+    with runner.without_repeats():
+        for rows in forwards_to_run(reach, kv, runner.model.group_size, runner.attention):
+            runner.forward(rows, layers)
+            if layers:  # unread while no draft is attached
+                runner.forward(rows)
     _warm_up_hand_over(runner, config.hidden_size * max(1, len(layers)), num_levels)
     torch.cuda.synchronize(kv.data.device)
     logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)

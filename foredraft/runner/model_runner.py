@@ -4,6 +4,7 @@ Decides nothing about which rows are computed or which tokens are taken.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -66,6 +67,10 @@ class ModelRunner:
         batch.embeddings = embeddings
         with few_variants(self._cut_keys), threads_for(len(batch.positions)):
             return self.model.forward(batch, self.kv, self.attention, capture)
+
+    def without_repeats(self) -> AbstractContextManager[None]:
+        """See DecoderModel."""
+        return self.model.without_repeats()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

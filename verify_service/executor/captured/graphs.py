@@ -281,7 +281,7 @@ class DecodeGraphs:
             for is_filtered in (True, False)
         ]
         kinds.append(StepKind(1, 1, tuple(capture), True, True))
-        return [partial(self._compute, kind) for kind in kinds]
+        return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, capture: Sequence[int]) -> None:
         """Captures every shape, with and without filters, largest first, so that the others fit its
@@ -316,6 +316,10 @@ class DecodeGraphs:
     def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
         return self._record(lambda: self._compute(kind))
 
+    def _try(self, kind: StepKind) -> None:
+        with self._step.without_repeats():
+            self._compute(kind)
+
     def _compute(self, kind: StepKind) -> ModelOutput:
         forward = self._step.forward(kind)
         self._step.choose(kind, forward)
@@ -340,7 +344,8 @@ class DecodeGraphs:
 
     def _run_aside(self, run: Callable[[], object]) -> None:
         state = self._step.state.clone()
-        run_aside(run, self._device)
+        with self._step.without_repeats():
+            run_aside(run, self._device)
         # A step that goes on from here must not begin where it has ended.
         self._step.state.copy_(state)
 

@@ -143,7 +143,7 @@ class MixedGraphs:
         kinds = self._kinds(capture, has_branches)
         for kind in kinds:
             self._make_room(kind)
-        return [partial(self.compute, kind) for kind in kinds]
+        return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
         """Captures all sizes, the largest first, so that the others fit its memory.
@@ -244,8 +244,12 @@ class MixedGraphs:
     def _capture(self, kind: MixedKind) -> torch.cuda.CUDAGraph:
         """Runs once, which compiles missing kernels, and then captures."""
         self._make_room(kind)
-        run_aside(lambda: self.compute(kind), self._hidden.device)
+        run_aside(lambda: self._try(kind), self._hidden.device)
         return capture_graph(lambda: self.compute(kind), self._pool)[0]
+
+    def _try(self, kind: MixedKind) -> None:
+        with self._model.without_repeats():
+            self.compute(kind)
 
     def _make_room(self, kind: MixedKind) -> None:
         """Allocates memory for the captured streams, outside the memory of the graphs."""
