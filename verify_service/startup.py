@@ -225,12 +225,6 @@ def build_engine(
         executor = _executor(
             config, runner, limits, thresholds, simulated, tree_limits, links, ranks
         )
-        if device.type == "cuda":
-            levels = followed_levels([link.config for link in links] or [config])
-            reach = reach_of(
-                chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
-            )
-            warm_up(runner, reach, captured_layers(links), levels)
     costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         table = _measure(executor, runner, pool)
@@ -283,24 +277,27 @@ def _executor(
     else:  # a GPU's kernels choose by whole rows
         sampler = Sampler(*rule)
     sampler.warm_up()
+    layers, has_branches = captured_layers(links), tree_limits[1] > 1
+    levels = followed_levels([link.config for link in links] or [config])
+    reach = reach_of(chunk_size(config, device), limits, has_branches)
     if is_eager:
+        if device.type == "cuda":
+            warm_up(runner, reach, layers, levels)
         return EagerExecutor(runner, sampler, ranks)
     from verify_service.executor.captured.executor import GraphExecutor  # needs triton
     from verify_service.executor.ranks.graphs import captured
 
     started = time.monotonic()
     sizes = _graph_sizes(config, limits, links, simulated is not None, device)
-    if ranks is None:
-        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, SINGLE)
-    else:
-        group, board = ranks.group, ranks.board
-        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
-    layers, has_branches = captured_layers(links), tree_limits[1] > 1 and limits.max_nodes > 1
-    if ranks is None:  # what ranks exchange cannot be captured and thrown away
-        runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches)]
-        num_compiled = compile_ahead(runs, device)
-        logger.info("compiled %d kernels in %.1f s", num_compiled, time.monotonic() - started)
-        started = time.monotonic()
+    group, board = (SINGLE, None) if ranks is None else (ranks.group, ranks.board)
+    graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
+    has_branches &= limits.max_nodes > 1
+    # What ranks exchange cannot be captured and thrown away.
+    runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches)] if ranks is None else []
+    with compile_ahead(runs, device) as compiled:
+        warm_up(runner, reach, layers, levels)
+    logger.info("compiled %d kernels in %.1f s", len(compiled), time.monotonic() - started)
+    started = time.monotonic()
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)
     started = time.monotonic()

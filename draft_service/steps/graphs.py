@@ -239,13 +239,14 @@ class DraftGraphs:
             self._batches_of(batch)
         runs = [partial(self._draft, batch, *mode) for batch in sizes for mode in modes]
         runs = [*(partial(self._extend, batch) for batch in sizes), *runs]
-        num_compiled = compile_ahead(runs, self._device)
+        with compile_ahead(runs, self._device) as compiled:
+            pass
         for batch in sizes:
             self._run_padding(batch, modes)
         torch.cuda.synchronize(self._device)
         logger.info(
             "compiled %d kernels, and captured CUDA graphs for batches of %s, in %.1f s, %.0f MiB",
-            num_compiled,
+            len(compiled),
             ", ".join(map(str, self.batch_sizes)),
             time.monotonic() - started,
             (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20,

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +27,12 @@ _ONE_AT_A_TIME = threading.Lock()  # hooks are the process's
 _Compiling = dict[tuple[str, str, str], Future[object]]
 
 
-def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) -> int:
-    """Compiles the kernels that functions would launch, without running them.
+@contextmanager
+def compile_ahead(
+    runs: Sequence[Callable[[], object]], device: torch.device
+) -> Iterator[list[str]]:
+    """Compiles the kernels that functions would launch, without running them, until the end of the
+    `with` block.
 
     Each function is captured in a graph that is thrown away, so the host must be able to run it
     twice, and it may keep no memory that it allocates. If Triton's cache has all kernels of the
@@ -38,29 +42,32 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) ->
     Args:
         runs: Functions that can be captured; those that take the most memory first.
 
-    Returns:
-        Number of kernels that were compiled, and not read from Triton's cache.
+    Yields:
+        Names of the kernels that were compiled so far, by whatever thread, and not read from
+        Triton's cache.
     """
     compiled: list[str] = []
-    compiling: _Compiling = {}
-    try:
-        torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))  # cuBLAS's handle
-        with (
-            _ONE_AT_A_TIME,
-            _noting(compiled),
-            ThreadPoolExecutor(
-                min(MOST_THREADS, num_cores()), "compile", torch.cuda.set_device, (device,)
-            ) as threads,
-        ):
+    failure: BaseException | None = None
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        compiling: _Compiling = {}
+        try:
+            torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))  # cuBLAS's handle
+            stack.enter_context(_noting(compiled))
+            num_threads = min(MOST_THREADS, num_cores())
+            threads = stack.enter_context(
+                ThreadPoolExecutor(num_threads, "compile", torch.cuda.set_device, (device,))
+            )
             _find(runs[:1], compiling, threads)
             # Whether the cache lacks one is known as soon as one is compiled.
             if any(compiled for _ in as_completed(list(compiling.values()))):
                 _find(runs[1:], compiling, threads)
-            for kernel in compiling.values():
-                kernel.result()
-    except Exception as error:
-        logger.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
-    return len(compiled)
+        except Exception as error:
+            failure = error
+        yield compiled
+        for kernel in compiling.values():
+            failure = failure or kernel.exception()
+    if failure is not None:
+        logger.warning("kernels are compiled one by one: %s: %s", type(failure).__name__, failure)
 
 
 def _find(

@@ -31,9 +31,11 @@ def test_later_runs_compile_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         num_runs.add_(1)
         results[x.shape[1]] = rms_norm(x, x.new_ones(x.shape[1]), 1e-6, True)
 
-    assert compile_ahead([partial(run, x) for x in rows], device) == len(WIDTHS)
+    with compile_ahead([partial(run, x) for x in rows], device) as compiled:
+        pass
+    assert len(compiled) == len(WIDTHS)
     assert num_runs.item() == 0
-    compiled: list[str] = []
+    compiled.clear()
 
     def note(*, src: Any, **_: object) -> None:
         compiled.append(src.name)
@@ -60,8 +62,12 @@ def test_a_kept_cache_ends_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path:
         rms_norm(x, x[0], 1e-6, True)
 
     runs = [partial(run, width) for width in WIDTHS]
-    assert compile_ahead(runs, device) == len(WIDTHS)
-    assert compile_ahead(runs, device) == 0
+    with compile_ahead(runs, device) as compiled:
+        pass
+    assert len(compiled) == len(WIDTHS)
+    with compile_ahead(runs, device) as compiled:
+        pass
+    assert not compiled
     assert tried == [*WIDTHS, WIDTHS[0]]
 
 
@@ -77,11 +83,10 @@ def test_a_run_that_cannot_be_captured_leaves_its_kernels_to_the_launch(
     def run() -> list[float]:
         return rms_norm(x, x[0], 1e-6, True)[0, :2].tolist()
 
-    with caplog.at_level(logging.WARNING):
-        compile_ahead([run], device)
+    with caplog.at_level(logging.WARNING), compile_ahead([run], device):
+        assert run() == pytest.approx([1.0, 1.0], abs=1e-5)
     [record] = caplog.records
     assert record.getMessage().startswith("kernels are compiled one by one: ")
-    assert run() == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_without_triton_nothing_is_tried(
@@ -89,8 +94,10 @@ def test_without_triton_nothing_is_tried(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     tried: list[int] = []
-    with caplog.at_level(logging.WARNING):
-        assert compile_ahead([lambda: tried.append(1)], torch.device("cpu")) == 0
+    runs = [lambda: tried.append(1)]
+    with caplog.at_level(logging.WARNING), compile_ahead(runs, torch.device("cpu")) as compiled:
+        pass
+    assert not compiled
     [record] = caplog.records
     assert record.getMessage().startswith("kernels are compiled one by one: ")
     assert not tried
