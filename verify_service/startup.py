@@ -276,13 +276,17 @@ def _executor(
         sampler: Sampler = RankedSampler(ranks, runner.model.lm_head, *rule)
     else:  # a GPU's kernels choose by whole rows
         sampler = Sampler(*rule)
-    sampler.warm_up()
     layers, has_branches = captured_layers(links), tree_limits[1] > 1
     levels = followed_levels([link.config for link in links] or [config])
     reach = reach_of(chunk_size(config, device), limits, has_branches)
-    if is_eager:
+
+    def warm_up_rest() -> None:
+        sampler.warm_up()
         if device.type == "cuda":
             warm_up(runner, reach, layers, levels)
+
+    if is_eager:
+        warm_up_rest()
         return EagerExecutor(runner, sampler, ranks)
     from verify_service.executor.captured.executor import GraphExecutor  # needs triton
     from verify_service.executor.ranks.graphs import captured
@@ -295,7 +299,7 @@ def _executor(
     # What ranks exchange cannot be captured and thrown away.
     runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches)] if ranks is None else []
     with compile_ahead(runs, device) as compiled:
-        warm_up(runner, reach, layers, levels)
+        warm_up_rest()
     logger.info("compiled %d kernels in %.1f s", len(compiled), time.monotonic() - started)
     started = time.monotonic()
     graphs.warm_up(layers)
