@@ -237,7 +237,7 @@ def build_engine(
         ranks.watchdog.watch_steps()
     limits_of = [link.config.tree_limits for link in links]
     kinds = [DraftKind(num_tokens - 1, num_steps) for num_steps, _, num_tokens in limits_of]
-    return Engine(
+    engine = Engine(
         executor,
         scheduler,
         drafts,
@@ -248,6 +248,9 @@ def build_engine(
         overlap=not config.disable_overlap_schedule,
         judge=known_outcome if simulated is None else simulated.outcome,
     )
+    for link in links:
+        link.on_attached = engine.wake
+    return engine
 
 
 def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:

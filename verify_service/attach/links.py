@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -58,6 +58,7 @@ class DraftLink:
 
     Attributes:
         name, config: The arguments of these names.
+        on_attached: Called whenever the draft has attached.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class DraftLink:
     ) -> None:
         self.name = name
         self.config = config
+        self.on_attached: Callable[[], None] = lambda: None
         self._address = address
         self._model = target.model.config
         self._metrics = metrics
@@ -140,6 +142,7 @@ class DraftLink:
         name = f"draft {self.name}" if self.name else "draft"
         logger.log(level, "%s: %s", name, state)
         if is_attached:
+            self.on_attached()
             self._metrics.attaches.inc()
             if self.client.info is not None and (about := described(self.client.info)):
                 logger.info("%s: %s", name, about)
