@@ -52,7 +52,7 @@ from verify_service.scheduler.prefix_tree import PrefixTree
 from verify_service.scheduler.scheduler import Scheduler
 from verify_service.sizes import chunk_size, max_decode_delay
 from verify_service.target import Target, load_share
-from verify_service.warm_up import reach_of, warm_up
+from verify_service.warm_up import WarmUp, reach_of
 
 if TYPE_CHECKING:  # needs triton
     from verify_service.executor.ranks.graphs import GraphSizes
@@ -272,7 +272,6 @@ def _executor(
     switched off.
     """
     device = runner.model.device
-    is_eager = device.type == "cpu" or config.disable_cuda_graph
     rule = (limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
     if ranks is not None and device.type == "cpu":
         runner.model.lm_head.gathers = False
@@ -280,16 +279,14 @@ def _executor(
     else:  # a GPU's kernels choose by whole rows
         sampler = Sampler(*rule)
     layers, has_branches = captured_layers(links), tree_limits[1] > 1
+    if device.type == "cpu":
+        return EagerExecutor(runner, sampler, ranks)
     levels = followed_levels([link.config for link in links] or [config])
     reach = reach_of(chunk_size(config, device), limits, has_branches)
-
-    def warm_up_rest() -> None:
-        sampler.warm_up()
-        if device.type == "cuda":
-            warm_up(runner, reach, layers, levels)
-
-    if is_eager:
-        warm_up_rest()
+    rest, choose = WarmUp(runner, reach, layers, levels), sampler.trial()
+    if config.disable_cuda_graph:
+        choose()
+        rest.run()
         return EagerExecutor(runner, sampler, ranks)
     from verify_service.executor.captured.executor import GraphExecutor  # needs triton
     from verify_service.executor.ranks.graphs import captured
@@ -299,11 +296,12 @@ def _executor(
     group, board = (SINGLE, None) if ranks is None else (ranks.group, ranks.board)
     graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
     has_branches &= limits.max_nodes > 1
-    # What ranks exchange cannot be captured and thrown away.
-    runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches)] if ranks is None else []
-    with compile_ahead(runs, device) as compiled:
-        warm_up_rest()
-    logger.info("compiled %d kernels in %.1f s", len(compiled), time.monotonic() - started)
+    if ranks is None:  # what ranks exchange cannot be captured and thrown away
+        runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches), *rest.trials(), choose]
+        num_compiled = compile_ahead(runs, device)
+        logger.info("compiled %d kernels in %.1f s", num_compiled, time.monotonic() - started)
+    choose()
+    rest.run()
     started = time.monotonic()
     graphs.warm_up(layers)
     logger.info("captured %d CUDA graphs in %.1f s", len(graphs.shapes), time.monotonic() - started)

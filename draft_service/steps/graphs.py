@@ -239,14 +239,13 @@ class DraftGraphs:
             self._batches_of(batch)
         runs = [partial(self._draft, batch, *mode) for batch in sizes for mode in modes]
         runs = [*(partial(self._extend, batch) for batch in sizes), *runs]
-        with compile_ahead(runs, self._device) as compiled:
-            pass
+        num_compiled = compile_ahead(runs, self._device)
         for batch in sizes:
             self._run_padding(batch, modes)
         torch.cuda.synchronize(self._device)
         logger.info(
             "compiled %d kernels, and captured CUDA graphs for batches of %s, in %.1f s, %.0f MiB",
-            len(compiled),
+            num_compiled,
             ", ".join(map(str, self.batch_sizes)),
             time.monotonic() - started,
             (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20,

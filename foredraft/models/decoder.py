@@ -231,16 +231,22 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
+        plan: object = None,
     ) -> ModelOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
         Args:
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the
                 last one.
+            plan: Result of `plan`; None to make it.
         """
-        x, captured, streams = self.states(batch, kv, attention, capture)
+        x, captured, streams = self.states(batch, kv, attention, capture, plan)
         wanted = x if batch.logit_rows is None else x[batch.logit_rows]
         return ModelOutput(self.lm_head(wanted), x, captured, streams, tuple(capture))
+
+    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> object:
+        """Prepares attention for a batch, on the host and on the device."""
+        return attention.plan(batch, kv, self._windows, self.group_size)
 
     def states(
         self,
@@ -248,6 +254,7 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
+        plan: object = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Computes the fields of `ModelOutput` beside the logits; otherwise like `forward`."""
         if batch.embeddings is None:
@@ -258,7 +265,8 @@ class DecoderModel(nn.Module):
             rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
         }
-        plan = attention.plan(batch, kv, self._windows, self.group_size)
+        if plan is None:
+            plan = self.plan(batch, kv, attention)
         size = self.config.hidden_size
         streams = stream.new_empty(stream.shape[0], len(capture) * size) if capture else None
         captured = [] if streams is None else list(streams.split(size, 1))

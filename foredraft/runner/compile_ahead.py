@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,12 +27,8 @@ _ONE_AT_A_TIME = threading.Lock()  # hooks are the process's
 _Compiling = dict[tuple[str, str, str], Future[object]]
 
 
-@contextmanager
-def compile_ahead(
-    runs: Sequence[Callable[[], object]], device: torch.device
-) -> Iterator[list[str]]:
-    """Compiles the kernels that functions would launch, without running them, until the end of the
-    `with` block.
+def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) -> int:
+    """Compiles and loads the kernels that functions would launch, without running them.
 
     Each function is captured in a graph that is thrown away, so the host must be able to run it
     twice, and it may keep no memory that it allocates. If Triton's cache has all kernels of the
@@ -42,32 +38,29 @@ def compile_ahead(
     Args:
         runs: Functions that can be captured; those that take the most memory first.
 
-    Yields:
-        Names of the kernels that were compiled so far, by whatever thread, and not read from
-        Triton's cache.
+    Returns:
+        Number of kernels that were compiled, and not read from Triton's cache.
     """
     compiled: list[str] = []
-    failure: BaseException | None = None
-    with _ONE_AT_A_TIME, ExitStack() as stack:
-        compiling: _Compiling = {}
-        try:
-            torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))  # cuBLAS's handle
-            stack.enter_context(_noting(compiled))
-            num_threads = min(MOST_THREADS, num_cores())
-            threads = stack.enter_context(
-                ThreadPoolExecutor(num_threads, "compile", torch.cuda.set_device, (device,))
-            )
+    compiling: _Compiling = {}
+    num_threads = min(MOST_THREADS, num_cores())
+    try:
+        torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))  # cuBLAS's handle
+        number = torch.cuda.current_device() if device.index is None else device.index
+        with (
+            _ONE_AT_A_TIME,
+            _noting(compiled),
+            ThreadPoolExecutor(num_threads, "compile", torch.cuda.set_device, (number,)) as threads,
+        ):
             _find(runs[:1], compiling, threads)
             # Whether the cache lacks one is known as soon as one is compiled.
             if any(compiled for _ in as_completed(list(compiling.values()))):
                 _find(runs[1:], compiling, threads)
-        except Exception as error:
-            failure = error
-        yield compiled
-        for kernel in compiling.values():
-            failure = failure or kernel.exception()
-    if failure is not None:
-        logger.warning("kernels are compiled one by one: %s: %s", type(failure).__name__, failure)
+            for kernel in compiling.values():
+                kernel.result()
+    except Exception as error:
+        logger.warning("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+    return len(compiled)
 
 
 def _find(
@@ -87,7 +80,7 @@ def _find(
         kernel = fn.module, fn.name, key
         if kernel not in compiling:
             data = compile["specialization_data"]
-            compiling[kernel] = threads.submit(fn.jit_function.preload, data)
+            compiling[kernel] = threads.submit(_compile, fn.jit_function, data)
         return True  # neither compiled nor launched
 
     graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in runs]  # never made executable
@@ -105,6 +98,11 @@ def _find(
         knobs.runtime.jit_cache_hook = before
         graphs.clear()
         torch.cuda.empty_cache()  # the pool's memory
+
+
+def _compile(function: Any, specialization: str) -> None:
+    kernel = function.preload(specialization)
+    _ = kernel.run  # builds its launcher, and loads it
 
 
 @contextmanager

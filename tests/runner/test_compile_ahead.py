@@ -31,11 +31,9 @@ def test_later_runs_compile_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         num_runs.add_(1)
         results[x.shape[1]] = rms_norm(x, x.new_ones(x.shape[1]), 1e-6, True)
 
-    with compile_ahead([partial(run, x) for x in rows], device) as compiled:
-        pass
-    assert len(compiled) == len(WIDTHS)
+    assert compile_ahead([partial(run, x) for x in rows], device) == len(WIDTHS)
     assert num_runs.item() == 0
-    compiled.clear()
+    compiled: list[str] = []
 
     def note(*, src: Any, **_: object) -> None:
         compiled.append(src.name)
@@ -62,12 +60,8 @@ def test_a_kept_cache_ends_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path:
         rms_norm(x, x[0], 1e-6, True)
 
     runs = [partial(run, width) for width in WIDTHS]
-    with compile_ahead(runs, device) as compiled:
-        pass
-    assert len(compiled) == len(WIDTHS)
-    with compile_ahead(runs, device) as compiled:
-        pass
-    assert not compiled
+    assert compile_ahead(runs, device) == len(WIDTHS)
+    assert compile_ahead(runs, device) == 0
     assert tried == [*WIDTHS, WIDTHS[0]]
 
 
@@ -83,10 +77,11 @@ def test_a_run_that_cannot_be_captured_leaves_its_kernels_to_the_launch(
     def run() -> list[float]:
         return rms_norm(x, x[0], 1e-6, True)[0, :2].tolist()
 
-    with caplog.at_level(logging.WARNING), compile_ahead([run], device):
-        assert run() == pytest.approx([1.0, 1.0], abs=1e-5)
+    with caplog.at_level(logging.WARNING):
+        compile_ahead([run], device)
     [record] = caplog.records
     assert record.getMessage().startswith("kernels are compiled one by one: ")
+    assert run() == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_without_triton_nothing_is_tried(
@@ -94,10 +89,8 @@ def test_without_triton_nothing_is_tried(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     tried: list[int] = []
-    runs = [lambda: tried.append(1)]
-    with caplog.at_level(logging.WARNING), compile_ahead(runs, torch.device("cpu")) as compiled:
-        pass
-    assert not compiled
+    with caplog.at_level(logging.WARNING):
+        assert compile_ahead([lambda: tried.append(1)], torch.device("cpu")) == 0
     [record] = caplog.records
     assert record.getMessage().startswith("kernels are compiled one by one: ")
     assert not tried
