@@ -11,10 +11,10 @@ from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, largest_limits, with_tree_defaults
 from foredraft.errors import AttachRefused, ForedraftError
 from foredraft.models.decoder import DecoderModel
+from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.speculation import TokenIds, check_tokens, resolve
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.tls import service_identity
-from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
 from foredraft.transport.device_exchange import StepSizes
 from verify_service.attach.fusion import FusionSource
@@ -77,7 +77,7 @@ class DraftLink:
         self._model = target.model.config
         self._metrics = metrics
         self._pool = (0, 0, 0)
-        self._fingerprint = tokenizer_fingerprint(target.path)
+        self._fingerprint = kept_fingerprint(target.path)
         self._fusion = FusionSource(address, service_identity(config), target.device)
         nodes = config.tree_limits[2]
         steps = StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1)
