@@ -1,7 +1,11 @@
 """`python -m verify_service`: loads the target model and serves it."""
 
-import asyncio
+# ruff: noqa: E402
 import gc
+
+gc.disable()  # imports, of torch above all, take a sixth longer with it
+
+import asyncio
 import logging
 import sys
 import time
@@ -36,6 +40,9 @@ from verify_service.service import ServedDraft, ServedModel, VerifyService
 from verify_service.startup import build_engine, check_ranks, load_target
 from verify_service.target import Target
 
+gc.freeze()  # the start need not look through what was imported
+gc.enable()
+
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
 DESCRIPTION = """The verifier: owns the target model and decides every output token. Takes token ids over gRPC
 from a gateway and asks a draft service for guesses."""  # noqa: E501
@@ -49,7 +56,6 @@ def main() -> int:
     """Runs the verifier until SIGTERM; the exit status is 1 when it could not start or its engine
     failed, DEVICE_LOST when its GPU did.
     """
-    gc.freeze()  # the start need not look through what was imported
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
