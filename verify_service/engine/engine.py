@@ -229,6 +229,8 @@ class Engine:
         if self._start_self_test():
             self._is_checked = False
             return
+        if self._inbox.empty() and self._executor.prepare():
+            return
         try:
             asked = self._inbox.get(timeout=IDLE_SECONDS)
         except queue.Empty:

@@ -69,6 +69,10 @@ class GraphExecutor(EagerExecutor):
         self._mixed.close()
         super().close()
 
+    def prepare(self) -> bool:
+        """See Executor."""
+        return self._graphs.capture_next()
+
     def measure(self) -> GridTable:
         """Measures the captured steps, on rows that belong to no sequence."""
         graphs = self._graphs

@@ -97,6 +97,7 @@ class DecodeGraphs:
         self._current = 0  # index of the newest step's buffers, 0 .. UNDER_WAY - 1
         self.pool = torch.cuda.graph_pool_handle()
         self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._later: list[tuple[int, int]] = []  # shapes to capture with filters, largest first
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         self._two_phase_graphs: dict[StepKind, _TwoPhaseGraphs] = {}
         self._forwarded = [torch.cuda.Event() for _ in range(UNDER_WAY)]
@@ -284,18 +285,32 @@ class DecodeGraphs:
         return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, capture: Sequence[int]) -> None:
-        """Captures every shape, with and without filters, largest first, so that the others fit its
-        memory.
+        """Captures every shape, largest first, so that the others fit its memory; with filters only
+        that one, see `capture_next`.
         """
         self.capture = tuple(capture)
-        for batch, rows in self.shapes:
-            for is_filtered in (True, False):
-                self.idle_step(batch, rows, is_filtered)
+        largest, *others = self.shapes
+        self.idle_step(*largest, is_filtered=True)
+        for shape in (largest, *others):
+            self.idle_step(*shape)
+        self._later = others
         # Others are captured when they are needed; their kernels are ready then.
         self.records(0)
         self._pad(self._host_records[self._current][:1])
         self.upload(1)
         self.choose_two_phase(self.start_two_phase(1, 1, self.capture, False), 0).chosen()
+
+    def capture_next(self) -> bool:
+        """Captures the smallest step with filters that is missing; returns whether there was one.
+
+        Call it while no step runs.
+        """
+        while self._later:
+            batch, rows = self._later.pop()
+            if StepKind(batch, rows, self.capture, True) not in self._steps:
+                self.idle_step(batch, rows, is_filtered=True)
+                return True
+        return False
 
     def close(self) -> None:
         """Frees the graphs; what they captured of a library may keep it from ending."""
