@@ -52,11 +52,13 @@ async def _serve(config: DraftConfig) -> int:
         await server.start()
         # Loading takes a while; health answers NOT_SERVING meanwhile.
         loop = asyncio.get_running_loop()
+        gc.disable()  # imports, of torch above all, take a sixth longer with it
         try:
             service.open(await loop.run_in_executor(worker, create_drafter, config))
         except ForedraftError:
             await server.stop(0)
             raise
+        gc.enable()
         metrics = None
         if config.metrics_port is not None:
             metrics = start_metrics_server(config.metrics_port, config.metrics_host)

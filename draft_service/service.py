@@ -18,6 +18,7 @@ from draft_service.session import Session
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import AttachRefused, InvalidRequest, Overloaded, Unavailable
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
+from foredraft.rpc.server import wait_briefly
 from foredraft.transport.process import own_identity
 
 SERVICE_NAME = "foredraft.api.draft.v1.DraftService"
@@ -43,6 +44,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._worker = worker
         self._on_lost = on_lost
         self._drafter: Drafter | None = None
+        self._is_open = asyncio.Event()
         self._info = draft_pb2.GetDraftInfoResponse()
         self._refusal = ""
         self._num_sessions = 0
@@ -58,6 +60,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self._info.process.CopyFrom(own_identity())
         self._info.protocol = DRAFT_PROTOCOL
         self._metrics = DrafterMetrics(self._info.algorithm)
+        self._is_open.set()
 
     async def wait_closed(self, timeout: float) -> None:
         """Waits until all sessions have ended and freed their memory, for at most `timeout`
@@ -73,6 +76,7 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext
     ) -> draft_pb2.GetDraftInfoResponse:
         """Returns the draft's properties and needs."""
+        await wait_briefly(self._is_open)
         self._loaded()
         return self._info
 

@@ -131,13 +131,13 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
 
 
 async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
-    """Opens the fronts once a verifier has answered, then reports SERVING while one is usable.
+    """Opens the fronts as soon as possible, then reports SERVING while a verifier is usable.
 
     Ends, and sets `stop`, only where the tokenizer is missing or broken.
     """
     opened = was_ready = False
     while True:
-        if not opened and serving.pool.info is not None:
+        if not opened and serving.can_open:
             try:
                 await serving.open()
                 opened = True

@@ -41,7 +41,7 @@ NOT_YET = "no verifier has answered yet: the server is starting, or its log says
 
 
 class Serving:
-    """The model behind the fronts. `open` it once a verifier has told which model it serves.
+    """The model behind the fronts. `open` it once it `can_open`.
 
     Raises:
         ConfigError: --chat-template cannot be read.
@@ -54,6 +54,11 @@ class Serving:
         self.pool = pool
         self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
         self._draining = False
+
+    @property
+    def can_open(self) -> bool:
+        """Whether it is known where the tokenizer is: by a flag, or from a verifier's answer."""
+        return bool(self.config.tokenizer_path) or self.pool.info is not None
 
     async def open(self) -> None:
         """Loads the tokenizer, here and in the processes that encode.

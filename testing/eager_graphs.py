@@ -16,6 +16,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.engine.engine import EngineLimits
+from verify_service.executor.captured import capturing
 from verify_service.executor.captured.capturing import Capturing
 from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
@@ -68,9 +69,6 @@ class EagerCapturing(Capturing):
 
     _kv: PagedKV  # cache of the newest engine
 
-    def run_aside(self, run: Callable[[], object]) -> None:
-        """Does nothing."""
-
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """Runs once, and takes back what that has changed: a capture does nothing."""
         keys, step = self._kv.data.clone(), self._step
@@ -95,6 +93,7 @@ class EagerMixedGraphs(MixedGraphs):
 
     def _capture(self, kind: MixedKind) -> Any:
         self._make_room(kind)
+        self._try(kind)
         return Graph(lambda: self.compute(kind))
 
 
@@ -103,6 +102,7 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(capturing, "run_aside", lambda run, device: run())
     made = PagedKV.for_model
 
     def with_scratch(

@@ -1,7 +1,11 @@
 """`python -m verify_service`: loads the target model and serves it."""
 
-import asyncio
+# ruff: noqa: E402
 import gc
+
+gc.disable()  # imports, of torch above all, take a sixth longer with it
+
+import asyncio
 import logging
 import sys
 import time
@@ -35,6 +39,9 @@ from verify_service.metrics import AnyMetrics, speculation_metrics
 from verify_service.service import ServedDraft, ServedModel, VerifyService
 from verify_service.startup import build_engine, check_ranks, load_target
 from verify_service.target import Target
+
+gc.freeze()  # the start need not look through what was imported
+gc.enable()
 
 SERVICE_NAME = "foredraft.api.verify.v1.VerifyService"
 DESCRIPTION = """The verifier: owns the target model and decides every output token. Takes token ids over gRPC

@@ -15,6 +15,7 @@ from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
 from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, Unavailable
+from foredraft.rpc.server import wait_briefly
 from foredraft.telemetry import tracing
 from foredraft.telemetry.tracing import Span
 from foredraft.types import FinishReason, Grammar
@@ -84,11 +85,13 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
 
     def __init__(self) -> None:
         self._serving: tuple[Engine, ServedModel, GrammarCompiler] | None = None
+        self._is_open = asyncio.Event()
         self._draining = False
 
     def open(self, engine: Engine, model: ServedModel, grammars: GrammarCompiler) -> None:
         """Answers calls from now on, once the model is loaded."""
         self._serving = (engine, model, grammars)
+        self._is_open.set()
 
     def _opened(self) -> tuple[Engine, ServedModel, GrammarCompiler]:
         if self._serving is None:
@@ -102,6 +105,7 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
     async def GetModelInfo(
         self, request: verify_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> verify_pb2.GetModelInfoResponse:
+        await wait_briefly(self._is_open)
         engine, model, _ = self._opened()
         limits = engine.limits
         steps, topk, tokens = model.tree_limits

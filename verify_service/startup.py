@@ -16,6 +16,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE
+from foredraft.runner.compile_ahead import compile_ahead
 from foredraft.runner.model_runner import ModelRunner
 from verify_service.attach.links import (
     DraftLink,
@@ -49,7 +50,7 @@ from verify_service.scheduler.scheduler import Scheduler
 from verify_service.sizes import chunk_size, max_decode_delay
 from verify_service.target import Target, load_share
 from verify_service.target_costs import measured_costs
-from verify_service.warm_up import reach_of, warm_up
+from verify_service.warm_up import WarmUp, reach_of
 
 if TYPE_CHECKING:  # needs triton
     from verify_service.executor.ranks.graphs import GraphSizes
@@ -130,12 +131,6 @@ def build_engine(
             links,
             target.ranks,
         )
-        if on_gpu:
-            levels = followed_levels([link.config for link in links] or [config])
-            reach = reach_of(
-                chunk_size(config, target.device), limits, has_branches=tree_limits[1] > 1
-            )
-            warm_up(runner, reach, captured_layers(links), levels)
     costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         costs = measured_costs(executor, runner, pool, target.weight_bytes)
@@ -145,7 +140,7 @@ def build_engine(
         target.ranks.watchdog.watch_steps()
     limits_of = [link.config.tree_limits for link in links]
     kinds = [DraftKind(num_tokens - 1, num_steps) for num_steps, _, num_tokens in limits_of]
-    return Engine(
+    engine = Engine(
         executor,
         scheduler,
         drafts,
@@ -156,6 +151,9 @@ def build_engine(
         overlap=not config.disable_overlap_schedule,
         judge=known_outcome if simulated is None else simulated.outcome,
     )
+    for link in links:
+        link.on_attached = engine.wake
+    return engine
 
 
 def _size_memory(
@@ -351,33 +349,43 @@ def _executor(
     switched off.
     """
     device = runner.model.device
-    is_eager = device.type == "cpu" or config.disable_cuda_graph
     rule = (limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
     if ranks is not None and device.type == "cpu":
         runner.model.lm_head.gathers = False
         sampler: Sampler = RankedSampler(ranks, runner.model.lm_head, *rule)
     else:  # a GPU's kernels choose by whole rows
         sampler = Sampler(*rule)
-    sampler.warm_up()
-    if is_eager:
+    layers, has_branches = captured_layers(links), tree_limits[1] > 1
+    if device.type == "cpu":
+        return EagerExecutor(runner, sampler, ranks)
+    levels = followed_levels([link.config for link in links] or [config])
+    reach = reach_of(chunk_size(config, device), limits, has_branches)
+    rest, choose = WarmUp(runner, reach, layers, levels), sampler.trial()
+    if config.disable_cuda_graph:
+        choose()
+        rest.run()
         return EagerExecutor(runner, sampler, ranks)
     from verify_service.executor.captured.executor import GraphExecutor  # needs triton
     from verify_service.executor.ranks.graphs import captured
 
     started = time.monotonic()
     sizes = _graph_sizes(config, limits, links, simulated is not None, device)
-    if ranks is None:
-        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, SINGLE)
-    else:
-        group, board = ranks.group, ranks.board
-        graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
-    layers = captured_layers(links)
+    group, board = (SINGLE, None) if ranks is None else (ranks.group, ranks.board)
+    graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
+    has_branches &= limits.max_nodes > 1
+    if ranks is None:  # what ranks exchange cannot be captured and thrown away
+        runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches), *rest.trials(), choose]
+        num_compiled = compile_ahead(runs, device)
+        logger.info("compiled %d kernels in %.1f s", num_compiled, time.monotonic() - started)
+    choose()
+    rest.run()
+    started = time.monotonic()
     graphs.warm_up(layers)
     logger.info(
         "captured %d CUDA graphs in %.1f s", len(graphs.shapes.all()), time.monotonic() - started
     )
     started = time.monotonic()
-    mixed.warm_up(layers, has_branches=tree_limits[1] > 1 and limits.max_nodes > 1)
+    mixed.warm_up(layers, has_branches)
     logger.info(
         "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
     )

@@ -4,7 +4,7 @@ step by seconds.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,7 +32,7 @@ def reach_of(chunk: int, limits: EngineLimits, has_branches: bool) -> Reach:
     )
 
 
-def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels: int) -> None:
+class WarmUp:
     """Runs a few forwards; they write to the first page.
 
     Args:
@@ -40,21 +40,39 @@ def warm_up(runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels
         layers: Layers whose input (the residual stream) a draft reads.
         num_levels: Number of levels of the trees of a draft whose steps stay on the device.
     """
-    started = time.monotonic()
-    config, kv = runner.model.config, runner.kv
-    for rows in forwards_to_run(reach, kv, runner.model.group_size, runner.attention):
-        runner.forward(rows, layers)
-        if layers:  # unread while no draft is attached
-            runner.forward(rows)
-    _warm_up_hand_over(runner, config.hidden_size * max(1, len(layers)), num_levels)
-    torch.cuda.synchronize(kv.data.device)
-    logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)
 
+    def __init__(
+        self, runner: ModelRunner, reach: Reach, layers: Sequence[int], num_levels: int
+    ) -> None:
+        self._runner, self._num_levels = runner, num_levels
+        group_size = runner.model.group_size
+        self._forwards = [
+            (rows, captured)
+            for rows in forwards_to_run(reach, runner.kv, group_size, runner.attention)
+            # Nothing is captured while no draft is attached.
+            for captured in dict.fromkeys((tuple(layers), ()))
+        ]
+        self._width = runner.model.config.hidden_size * max(1, len(layers))
 
-def _warm_up_hand_over(runner: ModelRunner, width: int, num_levels: int) -> None:
-    device, path = runner.kv.data.device, num_levels + 1
-    accepted = torch.zeros(1, 1 + path, dtype=torch.int32, device=device)
-    index = torch.zeros(path, dtype=torch.int64, device=device)
-    hidden = torch.zeros(1, width, dtype=runner.model.dtype, device=device)
-    rows = hidden.new_empty(1, path, width)
-    hand_over(accepted, index, hidden, torch.empty_like(accepted), rows)
+    def trials(self) -> list[Callable[[], object]]:
+        """Returns the forwards as functions that `compile_ahead` takes."""
+        return [self._runner.trial(*forward) for forward in self._forwards]
+
+    def run(self) -> None:
+        """Runs the forwards, which compiles missing kernels."""
+        started = time.monotonic()
+        with self._runner.without_repeats():
+            for forward in self._forwards:
+                self._runner.forward(*forward)
+        self._hand_over()
+        torch.cuda.synchronize(self._runner.kv.data.device)
+        logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)
+
+    def _hand_over(self) -> None:
+        runner, path = self._runner, self._num_levels + 1
+        device = runner.kv.data.device
+        accepted = torch.zeros(1, 1 + path, dtype=torch.int32, device=device)
+        index = torch.zeros(path, dtype=torch.int64, device=device)
+        hidden = torch.zeros(1, self._width, dtype=runner.model.dtype, device=device)
+        rows = hidden.new_empty(1, path, self._width)
+        hand_over(accepted, index, hidden, torch.empty_like(accepted), rows)

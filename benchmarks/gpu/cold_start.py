@@ -3,8 +3,8 @@ then with the cache that this start left.
 
     python -m benchmarks.gpu.cold_start --speculative-algorithm EAGLE3 --speculative-draft-model-path foredraft-demo-eagle3
 
-All flags are those of `foredraft serve`, which --help lists. Prints seconds until all three are
-healthy, and how many kernels were compiled.
+All flags are those of `foredraft serve`, which --help lists. Prints seconds until all services are
+healthy and until drafts take part, and how many kernels were compiled.
 """  # noqa: E501
 
 import os
@@ -19,6 +19,7 @@ from pathlib import Path
 
 SERVE = (sys.executable, "-m", "foredraft.cli.main", "serve")
 STARTS = ("empty cache", "kept cache", "kept cache")
+READY, DRAFTING = r"ready after [\d.]+ s", "drafting from"
 
 
 def main(flags: Sequence[str]) -> int:
@@ -32,33 +33,42 @@ def main(flags: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kernels-") as cache:
         known: set[Path] = set()
         for name in STARTS:
-            seconds = _start(flags, cache)
+            ready, drafting = _start(flags, cache)
             kernels = set(Path(cache).rglob("*.cubin"))
             compiled.append(len(kernels - known))
             known = kernels
-            print(f"{name}: ready after {seconds:.1f} s, {compiled[-1]} kernels compiled")
+            since = "" if drafting is None else f"drafting after {drafting:.1f} s, "
+            print(f"{name}: ready after {ready:.1f} s, {since}{compiled[-1]} kernels compiled")
     return 1 if any(compiled[1:]) else 0
 
 
-def _start(flags: Sequence[str], cache: str) -> float:
-    """Starts and stops the services; returns the seconds until they were healthy."""
+def _start(flags: Sequence[str], cache: str) -> tuple[float, float | None]:
+    """Starts and stops the services.
+
+    Returns:
+        Seconds until they were healthy, and until drafts took part; None for the second without
+        drafts.
+    """
     command = [*SERVE, "--device=cuda", "--port=0", "--grpc-port=0", *flags]
     environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+    awaited = [READY] if "NONE" in " ".join(flags).replace("=", " ").split() else [READY, DRAFTING]
+    found: dict[str, float] = {}
     started = time.monotonic()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as serve:
         assert serve.stdout is not None
         lines = []
-        seconds = None
         for line in serve.stdout:
             lines.append(line)
-            if seconds is None and re.search(r"ready after [\d.]+ s", line):
-                seconds = time.monotonic() - started
-                serve.send_signal(signal.SIGINT)
-    if seconds is None:
+            for event in awaited:
+                if event not in found and re.search(event, line):
+                    found[event] = time.monotonic() - started
+                    if len(found) == len(awaited):
+                        serve.send_signal(signal.SIGINT)
+    if len(found) < len(awaited):
         raise SystemExit("it did not start:\n" + "".join(lines))
-    return seconds
+    return found[READY], found.get(DRAFTING)
 
 
 if __name__ == "__main__":

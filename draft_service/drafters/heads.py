@@ -46,9 +46,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
 from foredraft.models.head_config import HeadConfig
+from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.registry import resolve_model_path
 from foredraft.models.speculation import complete
-from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
 from foredraft.transport.fusion import describe, parts_of
 
@@ -130,7 +130,7 @@ class HeadDrafter(PagedDrafter):
             head,
             target,
             Path(given).name if given else path.name,
-            tokenizer_fingerprint(target_path),
+            kept_fingerprint(target_path),
             config.tree_limits,
         )
         drafter.offers_fusion &= is_plain

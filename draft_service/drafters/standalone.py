@@ -34,11 +34,11 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
+from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
-from foredraft.text.tokenizer import tokenizer_fingerprint
 
 
 class StandaloneDrafter(PagedDrafter):
@@ -93,7 +93,7 @@ class StandaloneDrafter(PagedDrafter):
             model.lm_head = reduce_vocabulary(model.lm_head, token_map, model.dtype)
         convert_linears(model, flag, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
-        drafter = cls(model, name, tokenizer_fingerprint(path), config.tree_limits, token_map)
+        drafter = cls(model, name, kept_fingerprint(path), config.tree_limits, token_map)
         drafter.source = source_of(path, flag, model.config.quantization)
         drafter.graphs = graph_settings(config, device)
         drafter.ngrams = OverrideSettings.from_config(config)

@@ -10,6 +10,7 @@ there. The same code runs operation by operation where nothing is captured, on a
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from foredraft.attention.base import Batch
 from foredraft.kernel_launch import overlapped
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.aside import capture_graph, run_aside
+from foredraft.runner.compile_ahead import compile_ahead
 from foredraft.trees.tree_building import Ordering
 
 logger = logging.getLogger(__name__)
@@ -235,12 +237,19 @@ class DraftGraphs:
         started, free = time.monotonic(), torch.cuda.mem_get_info(self._device)[0]
         self._captures = True
         self._pool = torch.cuda.graph_pool_handle()
-        for batch in reversed(self.batch_sizes):
-            modes = [self._mode(False, False), self._mode(sampled, False)]
+        modes = sorted({self._mode(False, False), self._mode(sampled, False)})
+        sizes = self.batch_sizes[::-1]
+        for batch in sizes:
+            self._batches_of(batch)
+        runs = [partial(self._draft, batch, *mode) for batch in sizes for mode in modes]
+        runs = [*(partial(self._extend, batch) for batch in sizes), *runs]
+        num_compiled = compile_ahead(runs, self._device)
+        for batch in sizes:
             self._run_padding(batch, modes)
         torch.cuda.synchronize(self._device)
         logger.info(
-            "captured CUDA graphs for batches of %s in %.1f s, %.0f MiB",
+            "compiled %d kernels, and captured CUDA graphs for batches of %s, in %.1f s, %.0f MiB",
+            num_compiled,
             ", ".join(map(str, self.batch_sizes)),
             time.monotonic() - started,
             (free - torch.cuda.mem_get_info(self._device)[0]) / 2**20,

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,8 @@ class Mps:
             reason = f"nothing after {SECONDS:g} s"
         else:
             if done.returncode == 0:
+                # While the services import what they need; it would else start with the first.
+                threading.Thread(target=self._start_server, daemon=True).start()
                 return True
             reason = (done.stderr or done.stdout).strip()
         logger.warning("--mps: %s did not start: %s", CONTROL, reason)
@@ -76,6 +79,10 @@ class Mps:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._control(words=f"quit -t {CLIENT_SECONDS}\n")
         self._remove()
+
+    def _start_server(self) -> None:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._control(words=f"start_server -uid {os.getuid()}\n")
 
     def _use(self, directory: str) -> None:
         self._directory = directory

@@ -144,6 +144,8 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
     if config.tensor_parallel_size > 1:
         config.check_shares(ModelConfig.from_dir(target).shared_sizes)
     resolved["model_path"] = str(target)
+    if not config.tokenizer_path:  # the gateway loads it while the verifier starts
+        resolved["tokenizer_path"] = str(target)
     if not config.served_model_name:
         resolved["served_model_name"] = (
             Path(path).stem if path.endswith(".gguf") else Path(path).name

@@ -1,6 +1,8 @@
 """A decoder, configured for Llama, Mistral, Qwen2, Qwen3, MiMo's base layers and Gemma 3."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -183,6 +185,7 @@ class DecoderModel(nn.Module):
             rope: Rotary(rope, config.head_dim, device) for rope in config.ropes
         }
         self._windows = tuple(dict.fromkeys(config.windows))
+        self._has_repeats = True
         self.num_kv_heads = local_kv_heads(config.num_kv_heads, group)
         self.group_size = share(config.num_heads, group, "query heads") // self.num_kv_heads
 
@@ -228,16 +231,22 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
+        plan: object = None,
     ) -> ModelOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
         Args:
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the
                 last one.
+            plan: Result of `plan`; None to make it.
         """
-        x, captured, streams = self.states(batch, kv, attention, capture)
+        x, captured, streams = self.states(batch, kv, attention, capture, plan)
         wanted = x if batch.logit_rows is None else x[batch.logit_rows]
         return ModelOutput(self.lm_head(wanted), x, captured, streams, tuple(capture))
+
+    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> object:
+        """Prepares attention for a batch, on the host and on the device."""
+        return attention.plan(batch, kv, self._windows, self.group_size)
 
     def states(
         self,
@@ -245,6 +254,7 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
+        plan: object = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Computes the fields of `ModelOutput` beside the logits; otherwise like `forward`."""
         if batch.embeddings is None:
@@ -255,7 +265,8 @@ class DecoderModel(nn.Module):
             rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
         }
-        plan = attention.plan(batch, kv, self._windows, self.group_size)
+        if plan is None:
+            plan = self.plan(batch, kv, attention)
         size = self.config.hidden_size
         streams = stream.new_empty(stream.shape[0], len(capture) * size) if capture else None
         captured = [] if streams is None else list(streams.split(size, 1))
@@ -264,11 +275,47 @@ class DecoderModel(nn.Module):
             copies[0].copy_(stream)
         norms = [layer.attention_norm for layer in self.decoder_layers[1:]] + [self.norm]
         x = self.decoder_layers[0].attention_norm(stream)
-        for index, (layer, next_norm) in enumerate(zip(self.decoder_layers, norms, strict=True)):
-            rope = angles[self.config.ropes[index]]
+        for index in self._layers_to_run(copies):
+            layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy = copies.get(index + 1)
-            x = layer(x, stream, rope, index, batch, kv, attention, plan, next_norm, copy)
+            x = layer(x, stream, rope, index, batch, kv, attention, plan, norms[index], copy)
         for layer_index, copy in zip(capture, captured, strict=True):
             if copy is not copies[layer_index]:  # asked for twice
                 copy.copy_(copies[layer_index])
         return x, captured, streams
+
+    @contextmanager
+    def without_repeats(self) -> Iterator[None]:
+        """Leaves out layers that launch the same kernels as an earlier one.
+
+        For runs that compile kernels and whose results nobody reads. They write the KV of some
+        layers only.
+        """
+        self._has_repeats = False
+        try:
+            yield
+        finally:
+            self._has_repeats = True
+
+    def _layers_to_run(self, copied: Container[int]) -> Iterable[int]:
+        """Returns the indexes of the layers to compute.
+
+        Args:
+            copied: Layers whose entering residual stream is copied.
+        """
+        every = range(len(self.decoder_layers))
+        if self._has_repeats:
+            return every
+        found: dict[Hashable, int] = {}
+        for index in every:
+            found.setdefault((self._kinds[index], index + 1 in copied), index)
+        return found.values()
+
+    @functools.cached_property
+    def _kinds(self) -> list[Hashable]:
+        """What selects each layer's kernels."""
+        weights = [
+            tuple((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())
+            for layer in self.decoder_layers
+        ]
+        return list(zip(self.config.ropes, self.config.windows, weights, strict=True))

@@ -17,8 +17,8 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.config_reader import read_json
 from foredraft.models.families import FAMILIES
 from foredraft.models.head_config import HeadConfig
+from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.registry import resolve_model_path
-from foredraft.text.tokenizer import tokenizer_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def _check_standalone(config: SpeculationConfig) -> None:
         )
     target = resolve_model_path(config.model_path, config.revision)
     own, theirs = (
-        TokenIds(ModelConfig.from_dir(path).vocab_size, tokenizer_fingerprint(path))
+        TokenIds(ModelConfig.from_dir(path).vocab_size, kept_fingerprint(path))
         for path in (draft, target)
     )
     check_tokens(f"--speculative-draft-model-path {draft}", own, theirs, may_be_fewer=True)

@@ -11,6 +11,7 @@ Usage, on one event loop::
 """
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import os
@@ -49,6 +50,8 @@ _SERVER_OPTIONS = [
 _IDLE_SECONDS = 300
 # How long calls may go on after the drain, before they are cancelled.
 _STOP_SECONDS = 1.0
+# How long a call waits for a service that loads what it needs; less than clients wait.
+_LOADING_SECONDS = 1.5
 # How often it is looked whether gRPC still listens.
 _WATCH_SECONDS = 0.5
 
@@ -221,6 +224,15 @@ async def serve(
         except TimeoutError:
             logger.warning("still busy after %g s of draining: stopping anyway", drain_timeout)
     await server.stop()
+
+
+async def wait_briefly(is_open: asyncio.Event) -> None:
+    """Waits a moment for a service to be open, so that who asks again and again learns it at
+    once.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LOADING_SECONDS):
+            await is_open.wait()
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

@@ -3,11 +3,12 @@
 Decides nothing about which rows are computed or which tokens are taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
-from foredraft.attention.base import AttentionBackend
+from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
@@ -61,11 +62,36 @@ class ModelRunner:
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
-        num_slots = self.kv.data.shape[2]
-        batch = build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
+        batch = self._batch(rows)
         batch.embeddings = embeddings
         with few_variants(self._cut_keys), threads_for(len(batch.positions)):
             return self.model.forward(batch, self.kv, self.attention, capture)
+
+    def without_repeats(self) -> AbstractContextManager[None]:
+        """See DecoderModel."""
+        return self.model.without_repeats()
+
+    @torch.inference_mode()
+    def trial(
+        self, rows: Sequence[SequenceRows], capture: Sequence[int] = ()
+    ) -> Callable[[], object]:
+        """Returns a function that launches the kernels of `forward`, for their compilation; it
+        copies nothing from the host.
+        """
+        batch = self._batch(rows)
+        with few_variants(self._cut_keys):
+            plan = self.model.plan(batch, self.kv, self.attention)
+
+        @torch.inference_mode()
+        def run() -> None:
+            with few_variants(self._cut_keys), self.model.without_repeats():
+                self.model.forward(batch, self.kv, self.attention, capture, plan)
+
+        return run
+
+    def _batch(self, rows: Sequence[SequenceRows]) -> Batch:
+        num_slots = self.kv.data.shape[2]
+        return build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

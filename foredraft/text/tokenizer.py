@@ -14,6 +14,8 @@ from foredraft.errors import CheckpointError, InvalidRequest
 from foredraft.text import stages
 from foredraft.text.chat_template import ChatTemplate
 
+# Files that a vocabulary is read from, the main one first.
+FINGERPRINTED = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
     "eos_token",
@@ -51,7 +53,10 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         roles = dict(special_tokens or {})
-        self.decoder: Mapping[str, Any] | None = json.loads(backend.to_str())["decoder"]
+        own = backend.decoder  # all of a large tokenizer would take 0.2 s to write and to read
+        self.decoder: Mapping[str, Any] | None = (
+            None if own is None else json.loads(own.__getstate__())
+        )
         stages.build_stages(self.decoder)  # raises for decoders that cannot be streamed
         self.special_ids = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special

@@ -12,14 +12,19 @@ from pathlib import Path
 import pytest
 
 from foredraft.cli import mps, stack
+from testing.stack import eventually
 
 DAEMON = f"""#!{sys.executable}
 import os, sys, pathlib
 folder = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 if sys.argv[1:] == ["-d"]:
     (folder / "control").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-elif sys.stdin.read() == "quit -t 5\\n" and (folder / "control").exists():
+    sys.exit()
+words = sys.stdin.read()
+if words == "quit -t 5\\n" and (folder / "control").exists():
     pathlib.Path(os.environ["LOG"]).write_text("quit")
+elif words == f"start_server -uid {{os.getuid()}}\\n":
+    pathlib.Path(os.environ["LOG"]).with_suffix(".server").touch()
 else:
     sys.exit(1)
 """
@@ -41,6 +46,8 @@ def test_it_runs_in_a_private_directory_and_is_told_to_quit(daemon):
         assert (folder / "control").exists()
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert not daemon.exists()
+        # The server starts before a client asks for it.
+        eventually(daemon.with_suffix(".server").exists)
     assert daemon.read_text() == "quit"
     assert not folder.exists()
 

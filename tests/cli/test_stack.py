@@ -216,8 +216,9 @@ def test_a_model_directory_is_served_under_its_name(tmp_path: Path) -> None:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     values = {"model_path": str(directory), "port": 1}
-    assert serve_config.resolve_models(values) == values | {"served_model_name": "Some-Model-1.5B"}
-    named = values | {"served_model_name": "chat"}
+    found = {"served_model_name": "Some-Model-1.5B", "tokenizer_path": str(directory)}
+    assert serve_config.resolve_models(values) == values | found
+    named = values | {"served_model_name": "chat", "tokenizer_path": "elsewhere"}
     assert serve_config.resolve_models(named) == named
 
 

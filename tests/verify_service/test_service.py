@@ -313,6 +313,15 @@ def test_what_is_served_is_told_under_its_name() -> None:
             depends_on={"card": "one"},
         ),
     )
+    early = VerifyService()
+
+    async def ask_early() -> verify_pb2.GetModelInfoResponse:
+        asking = asyncio.create_task(early.GetModelInfo(verify_pb2.GetModelInfoRequest(), context))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        early.open(engine, model, None)  # type: ignore[arg-type]
+        return await asking
+
+    assert asyncio.run(ask_early()) == info
 
 
 @pytest.mark.parametrize("timeout", [math.nan, -1.0])

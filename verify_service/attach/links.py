@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,10 +11,10 @@ from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, largest_limits, with_tree_defaults
 from foredraft.errors import AttachRefused, ForedraftError
 from foredraft.models.decoder import DecoderModel
+from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.speculation import TokenIds, check_tokens, resolve
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from foredraft.rpc.tls import service_identity
-from foredraft.text.tokenizer import tokenizer_fingerprint
 from foredraft.transport import codec
 from foredraft.transport.device_exchange import StepSizes
 from verify_service.attach.fusion import FusionSource
@@ -58,6 +58,7 @@ class DraftLink:
 
     Attributes:
         name, config: The arguments of these names.
+        on_attached: Called whenever the draft has attached.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class DraftLink:
     ) -> None:
         self.name = name
         self.config = config
+        self.on_attached: Callable[[], None] = lambda: None
         self._address = address
         self._model = target.model.config
         self._metrics = metrics
         self._pool = (0, 0, 0)
-        self._fingerprint = tokenizer_fingerprint(target.path)
+        self._fingerprint = kept_fingerprint(target.path)
         self._fusion = FusionSource(address, service_identity(config), target.device)
         nodes = config.tree_limits[2]
         steps = StepSizes(config.max_running_requests, config.tree_limits[0] + 1, nodes - 1)
@@ -140,6 +142,7 @@ class DraftLink:
         name = f"draft {self.name}" if self.name else "draft"
         logger.log(level, "%s: %s", name, state)
         if is_attached:
+            self.on_attached()
             self._metrics.attaches.inc()
             if self.client.info is not None and (about := described(self.client.info)):
                 logger.info("%s: %s", name, about)

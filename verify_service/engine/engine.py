@@ -154,6 +154,10 @@ class Engine:
         self._inbox.put(flush)
         return future
 
+    def wake(self) -> None:
+        """Lets an idle engine look at its drafts at once."""
+        self._inbox.put(lambda: None)
+
     def load(self) -> Load:
         """Returns the load for routing; it may be a step old."""
         scheduler = self._scheduler
@@ -189,7 +193,7 @@ class Engine:
         """Ends the thread after the running step; live requests end with UNAVAILABLE."""
         with self._submit_lock:
             self._stopping = True
-        self._inbox.put(lambda: None)
+        self.wake()
         if self._thread.is_alive():
             self._thread.join(timeout)
         self._drafts.close()
@@ -224,6 +228,8 @@ class Engine:
         self._gauges.publish(self._steps.has_work)
         if self._start_self_test():
             self._is_checked = False
+            return
+        if self._inbox.empty() and self._executor.prepare():
             return
         try:
             asked = self._inbox.get(timeout=IDLE_SECONDS)

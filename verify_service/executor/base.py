@@ -169,6 +169,12 @@ class Executor(ABC):
     def close(self) -> None:
         """Ends processes and memory of the executor; called once, after the last step."""
 
+    def prepare(self) -> bool:
+        """Does a part of the work that may wait until nothing runs; returns whether there was
+        any.
+        """
+        return False
+
     def measure(self) -> GridTable | None:
         """Measures the seconds of a step of each shape; None where steps have no fixed shapes."""
         return None

@@ -32,7 +32,8 @@ class Capturing:
     def run_aside(self, run: Callable[[], object]) -> None:
         """Runs once without capturing."""
         state = self._step.state.clone()
-        run_aside(run, self._step.inputs.device)
+        with self._step.without_repeats():
+            run_aside(run, self._step.inputs.device)
         # A step that goes on from here must not begin where it has ended.
         self._step.state.copy_(state)
 

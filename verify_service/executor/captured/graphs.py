@@ -6,7 +6,8 @@ Lengths, pages and trees are read from device memory, so a step needs one upload
 one download. A step may start before the host knows the outcome of the previous one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -57,6 +58,7 @@ class DecodeGraphs:
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self.pool = self._capturing.pool
         self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._later: list[tuple[int, int]] = []  # shapes to capture with filters, largest first
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
     def start(
@@ -98,14 +100,26 @@ class DecodeGraphs:
         graph.replay()
         return output
 
+    def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:
+        """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
+        kinds = [
+            StepKind(batch, rows, tuple(capture), is_filtered)
+            for batch, rows in self.shapes.all()
+            for is_filtered in (True, False)
+        ]
+        kinds.append(StepKind(1, 1, tuple(capture), True, True))
+        return [partial(self._try, kind) for kind in kinds]
+
     def warm_up(self, capture: Sequence[int]) -> None:
-        """Captures every shape, with and without filters, largest first, so that the others fit its
-        memory.
+        """Captures every shape, largest first, so that the others fit its memory; with filters only
+        that one, see `capture_next`.
         """
         self.capture = tuple(capture)
-        for batch, rows in self.shapes.all():
-            for is_filtered in (True, False):
-                self.idle_step(batch, rows, is_filtered)
+        largest, *others = self.shapes.all()
+        self.idle_step(*largest, is_filtered=True)
+        for shape in (largest, *others):
+            self.idle_step(*shape)
+        self._later = others
         # Others are captured when they are needed; their kernels are ready then.
         self.buffers.fill_padding(1)
         self.buffers.upload(1)
@@ -117,6 +131,18 @@ class DecodeGraphs:
         self.buffers.fill_padding(batch)
         self.buffers.upload(batch)
         self.start(batch, rows, self.capture, is_filtered).chosen()
+
+    def capture_next(self) -> bool:
+        """Captures the smallest step with filters that is missing; returns whether there was one.
+
+        Call it while no step runs.
+        """
+        while self._later:
+            batch, rows = self._later.pop()
+            if StepKind(batch, rows, self.capture, True) not in self._steps:
+                self.idle_step(batch, rows, is_filtered=True)
+                return True
+        return False
 
     def close(self) -> None:
         """Frees the graphs; what they captured of a library may keep it from ending."""
@@ -135,9 +161,13 @@ class DecodeGraphs:
         return StepKind(batch, num_rows, tuple(capture), is_filtered)
 
     def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
-        def run() -> ModelOutput:
-            forward = self._step.forward(kind)
-            self._step.choose(kind, forward)
-            return without_logits(forward.output)
+        return self._capturing.record(lambda: self._compute(kind))
 
-        return self._capturing.record(run)
+    def _try(self, kind: StepKind) -> None:
+        with self._step.without_repeats():
+            self._compute(kind)
+
+    def _compute(self, kind: StepKind) -> ModelOutput:
+        forward = self._step.forward(kind)
+        self._step.choose(kind, forward)
+        return without_logits(forward.output)

@@ -6,8 +6,9 @@ whatever the rows.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,13 @@ class MixedGraphs:
         """
         self._uploaded.synchronize()
 
+    def runs(self, capture: Sequence[int], has_branches: bool) -> list[Callable[[], object]]:
+        """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
+        kinds = self._kinds(capture, has_branches)
+        for kind in kinds:
+            self._make_room(kind)
+        return [partial(self._try, kind) for kind in kinds]
+
     def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
         """Captures all sizes, the largest first, so that the others fit its memory.
 
@@ -151,11 +159,16 @@ class MixedGraphs:
         """
         if self._listener is not None:
             self._listener.mixed_warm_up(capture, has_branches)
-        for size in reversed(self.sizes):
-            for is_masked in {False, has_branches}:
-                kind = MixedKind(size, tuple(capture), is_masked)
-                self._upload(kind, ())
-                self._graphs[kind] = self._capture(kind)
+        for kind in self._kinds(capture, has_branches):
+            self._upload(kind, ())
+            self._graphs[kind] = self._capture(kind)
+
+    def _kinds(self, capture: Sequence[int], has_branches: bool) -> list[MixedKind]:
+        return [
+            MixedKind(size, tuple(capture), is_masked)
+            for size in reversed(self.sizes)
+            for is_masked in {False, has_branches}
+        ]
 
     def close(self) -> None:
         """Frees the graphs, as DecodeGraphs does."""
@@ -238,8 +251,12 @@ class MixedGraphs:
     def _capture(self, kind: MixedKind) -> torch.cuda.CUDAGraph:
         """Runs once, which compiles missing kernels, and then captures."""
         self._make_room(kind)
-        run_aside(lambda: self.compute(kind), self._hidden.device)
+        run_aside(lambda: self._try(kind), self._hidden.device)
         return capture_graph(lambda: self.compute(kind), self._pool)[0]
+
+    def _try(self, kind: MixedKind) -> None:
+        with self._model.without_repeats():
+            self.compute(kind)
 
     def _make_room(self, kind: MixedKind) -> None:
         """Allocates memory for the captured streams, outside the memory of the graphs."""

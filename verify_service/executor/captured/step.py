@@ -5,6 +5,7 @@ Lengths, pages and trees are read from device memory and the host reads nothing,
 can be captured.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +143,10 @@ class DecodeStep:
             model.config.vocab_size,
             device,
         )
+
+    def without_repeats(self) -> AbstractContextManager[None]:
+        """See DecoderModel."""
+        return self._model.without_repeats()
 
     def forward(self, kind: StepKind) -> Forward:
         """Computes the first half of a step, up to the logits."""

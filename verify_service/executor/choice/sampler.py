@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,12 +106,12 @@ class Sampler:
         """Whether tokens that the rule did not choose may be accepted."""
         return self._thresholds.lossy
 
-    def warm_up(self) -> None:
-        """Compiles a GPU's kernels, which would otherwise delay the first sampled step."""
-        if self._device.type == "cuda":
-            filtered = SamplingParams(temperature=1.0, top_p=0.9)
-            logits = torch.zeros(1, self._vocab_size, device=self._device)
-            choose(logits, SamplingRows.from_params([filtered], [0], self._device))
+    def trial(self) -> Callable[[], object]:
+        """Returns a function that launches the kernels of a sampled step, for their compilation."""
+        filtered = SamplingParams(temperature=1.0, top_p=0.9)
+        logits = torch.zeros(1, self._vocab_size, device=self._device)
+        rows = SamplingRows.from_params([filtered], [0], self._device)
+        return lambda: choose(logits, rows)
 
     def forget(self, sequence: RequestSequence) -> None:
         """Drops the state of a sequence that ended."""

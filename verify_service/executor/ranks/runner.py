@@ -3,6 +3,7 @@ computes its own share.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -37,6 +38,10 @@ class RankedRunner(ModelRunner):
         self._ranks.board.write(messages.forward(rows, capture))
         with timed(self._ranks.board):
             return super().forward(rows, capture)
+
+    def without_repeats(self) -> AbstractContextManager[None]:
+        """Leaves out nothing, since the other ranks run whole forwards."""
+        return nullcontext()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ModelRunner."""
