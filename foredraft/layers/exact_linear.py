@@ -17,7 +17,6 @@ from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 logger = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4  # bytes of a number in float32
-_MOST_PADDED = 1.25  # maximum number of padded rows for each row
 _LEAST_STEP = 8  # minimum distance between numbers of rows that cuBLAS computes
 _ROWS_AT_ONCE = 512  # number of rows that random numbers are made for at a time
 _OUTLIERS = 0.002  # part of the numbers of a proof that are a hundred times as large as the others
@@ -105,7 +104,7 @@ class ExactMethod(LinearMethod):
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        (outputs, inputs), size = linear.weight.shape, proven_sizes(num_rows)[-1]
+        (outputs, inputs), size = linear.weight.shape, proven_size(num_rows)
         parts = exact_gemm.num_parts(linear.weight, linear.bias)
         result = size * outputs * (parts * _FLOAT_BYTES if parts > 1 else itemsize)
         padded = size * inputs * itemsize if size > num_rows else 0
@@ -132,9 +131,8 @@ class ExactMethod(LinearMethod):
             return exact_gemm.multiply_parts(x, weight, None, parts)
         most = exact_gemm.SKINNY_ROWS if parts == 1 else exact_gemm.PART_ROWS
         if num_rows > most:
-            for size in proven_sizes(num_rows):
-                if not self._proofs.holds(weight, bias, parts, size):
-                    continue
+            size = proven_size(num_rows)
+            if self._proofs.holds(weight, bias, parts, size):
                 if size > num_rows:
                     x = F.pad(x, (0, 0, 0, size - num_rows))
                 if parts == 1:
@@ -154,17 +152,12 @@ def _library_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.T
     return out
 
 
-def proven_sizes(num_rows: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that cuBLAS may compute so many rows as, rising.
-
-    The first one is a multiple of a sixteenth of the next power of two, and of at least 8. The
-    other one, where it is not much larger, is that power of two, which takes less time than our own
-    kernel for the first one.
+def proven_size(num_rows: int) -> int:
+    """Rounds a number of rows up to a multiple of a sixteenth of the next power of two, and of
+    at least 8.
     """
-    power = 1 << (num_rows - 1).bit_length()
-    step = max(_LEAST_STEP, power // 16)
-    size = -(-num_rows // step) * step
-    return (size, power) if size < power <= _MOST_PADDED * size else (size,)
+    step = max(_LEAST_STEP, (1 << (num_rows - 1).bit_length()) // 16)
+    return -(-num_rows // step) * step
 
 
 @torch.no_grad()

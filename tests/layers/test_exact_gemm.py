@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.layers import exact_gemm, exact_linear, fused, skinny_gemm
-from foredraft.layers.exact_linear import ExactMethod, Proofs, proven_sizes
+from foredraft.layers.exact_linear import ExactMethod, Proofs, proven_size
 from foredraft.layers.linear import Linear
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton
 
@@ -163,28 +163,8 @@ def test_a_broken_file_of_proofs_is_not_read(tmp_path, caplog):
     assert "is not read" in caplog.text
 
 
-def test_rows_are_padded_by_little():
+def test_rows_are_padded_by_less_than_an_eighth():
     for num_rows in range(65, 8193):
-        size, *more = proven_sizes(num_rows)
+        size = proven_size(num_rows)
         assert num_rows <= size < num_rows * 9 / 8 + 8
-        assert proven_sizes(size)[0] == size
-        assert all(size < one <= size * 5 / 4 and one & (one - 1) == 0 for one in more)
-
-
-@needs_gpu
-@pytest.mark.gpu
-def test_rows_that_are_not_proven_are_padded_to_more(monkeypatch):
-    weight, x = numbers(6144, 4096).mul_(0.02), numbers(448, 4096)
-    wanted = exact_gemm.multiply(x, weight, None)
-    method, computed = ExactMethod(proofs := Proofs()), []
-    holds = proofs.holds
-    monkeypatch.setattr(proofs, "holds", lambda *shape: shape[-1] != 448 and holds(*shape))
-    linear = exact_linear.F.linear
-
-    def counted(x, weight, bias):
-        computed.append(len(x))
-        return linear(x, weight, bias)
-
-    monkeypatch.setattr(exact_linear.F, "linear", counted)
-    assert same_bits(method.multiply(x, weight, None), wanted)
-    assert computed[-1] == 512
+        assert proven_size(size) == size

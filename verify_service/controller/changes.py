@@ -67,7 +67,6 @@ class Changes:
         if was_spared or worth > more + self.seconds:
             return False
         self._is_spared = not has_prompts
-        self._losing += worth - more
         return True
 
     def is_alone(self, wait: Wait) -> bool:
@@ -111,7 +110,7 @@ class Changes:
 
     def interrupt(self, wait: Wait, is_suspended: bool) -> None:
         """Records a step with prompts."""
-        self.interrupted += 1.0
+        self.interrupted += 1 / self._config.busy_seconds
         if self.follows and not is_suspended:
             self._lost += (self._losing - self._lost) * self._config.newest_share
         self._losing = 0.0
@@ -140,4 +139,4 @@ class Changes:
 
     def passed(self, seconds: float) -> None:
         """Lets the rate of steps with prompts age by `seconds`."""
-        self.interrupted *= math.exp(-seconds)
+        self.interrupted *= math.exp(-seconds / self._config.busy_seconds)

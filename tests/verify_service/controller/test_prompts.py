@@ -93,6 +93,29 @@ def test_a_fast_target_to_which_many_prompts_come_is_hardly_slower_than_plainly(
     assert rate > 0.97 * simulate(model, FixedNodes(0), loads, 6.0).rate(1.0, 6.0)
 
 
+@pytest.mark.parametrize("arrivals", [1, 3, 6])
+@pytest.mark.parametrize("prompt", [60.0, 240.0])
+def test_a_large_batch_between_long_prompts_is_drafted_for(prompt: float, arrivals: float) -> None:
+    """As with a chain of an 8B model on an H100: waiting for a draft takes as long as four plain
+    steps, but a step that does not wait costs nothing.
+    """
+    model = StepModel(
+        name="long prompts",
+        is_padded=True,
+        target={(128, 1): 9.2e-3, (128, 2): 10.6e-3, (128, 4): 14e-3},
+        draft=(0.0, 0.0, 0.0),
+        tree=(3, 1, 3),
+        extra={(128, 1): 0.0, (128, 2): 3e-3, (128, 4): 4e-3},
+        change=(2e-3, 0.3e-3),
+        read=(1e-3, 2e-6),
+        prompt=prompt * 1e-3,
+        stall=20e-3,
+    )
+    loads = [Load(0, 128, (0.82, 0.82), arrivals)]
+    rates = [simulate(model, FixedNodes(nodes), loads, 6.0).rate(2.0, 6.0) for nodes in (0, 3)]
+    assert adaptive(model, loads, 6.0).rate(2.0, 6.0) > max(rates)
+
+
 class Listening(Controller):
     """Remembers which steps with prompts were drafted for."""
 
