@@ -38,6 +38,7 @@ from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.choice import RankedSampler
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
+from verify_service.flag_notes import note_flags, thresholds_of
 from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
@@ -108,7 +109,7 @@ def build_engine(
     pool = PagePool(limits.num_pages, limits.page_size)
     drafts = Drafts([link.proxy(number, pool) for number, link in enumerate(links)])
     scheduler = _make_scheduler(config, target, pool, drafts, links, limits)
-    _note_flags(config)
+    note_flags(config)
     simulated = None
     if config.simulate_accept_length is not None:
         simulated = SimulatedAcceptance(config.simulate_accept_length, tree_limits[0])
@@ -125,7 +126,7 @@ def build_engine(
             config,
             runner,
             limits,
-            _thresholds(config),
+            thresholds_of(config),
             simulated,
             tree_limits,
             links,
@@ -298,36 +299,6 @@ def _make_self_tests(
         SelfTest(prompts, metrics.of(link.name).self_test_accept_length.set, link.name)
         for link in tested
     ]
-
-
-def _thresholds(config: VerifyConfig) -> Thresholds:
-    return Thresholds(
-        config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
-    )
-
-
-def _note_flags(config: VerifyConfig) -> None:
-    """Logs which flags change the text, and which change nothing."""
-    thresholds = _thresholds(config)
-    if thresholds.lossy:
-        logger.warning(
-            "LOSSY: --speculative-accept-threshold-single %g and --speculative-accept-threshold-acc"
-            " %g let drafts change the text",
-            thresholds.single,
-            thresholds.acc,
-        )
-    if config.simulate_accept_length is not None:
-        logger.warning("acceptance is simulated: the text is meaningless")
-    if config.enable_torch_compile or config.torch_compile_max_bs is not None:
-        logger.info(
-            "--enable-torch-compile and --torch-compile-max-bs change nothing: on a GPU, steps are"
-            " captured as CUDA graphs with fused kernels anyway; --cuda-graph-max-bs bounds them"
-        )
-    if config.speculative_attention_mode != "prefill":
-        logger.info(
-            "--speculative-attention-mode changes nothing: one attention backend computes prompts"
-            " and verifies drafts"
-        )
 
 
 def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:

@@ -158,7 +158,7 @@ def test_kills_change_nothing_and_leave_nothing(plain: list[list[int]]) -> None:
         # The engine takes a draft up at the first step after its attach.
         assert [result.tokens for result in harness.run(jobs())] == plain
         harness.check_nothing_left()
-        assert harness.engine._drafts.each[0]._session.hidden._runs == {}
+        assert harness.engine._drafts.each[0]._hidden._runs == {}
     assert load.outputs
     assert all(outputs == plain for outputs in load.outputs)
     assert num_segments() == num_mapped() == 0
