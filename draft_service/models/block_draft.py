@@ -6,8 +6,6 @@ normalised once for all layers. A block's rows are the newest token and mask tok
 the context and to its whole block.
 """
 
-from functools import cached_property
-
 import torch
 from torch import nn
 
@@ -52,6 +50,7 @@ class BlockDraft(DraftHead):
         self._norms = [self.make_norm(size) for _ in self._layers]
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
         vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
+        self._context_keys: ContextKeys | None = None
         self._own_lm_head = "lm_head.weight" in layout or (
             vocab is not None and vocab != layer.vocab_size
         )
@@ -76,13 +75,13 @@ class BlockDraft(DraftHead):
         """Whether some layers need the block's rows in causal order."""
         return self.options.is_window_causal and any(self.config.layer.windows)
 
-    @cached_property
-    def _context_keys(self) -> ContextKeys | None:
-        """Made when the weights have been loaded; None where the layers differ too much."""
+    def prepare(self) -> None:
+        """Makes what kernels read beside the loaded weights; before anything is captured."""
         layer, blocks = self.config.layer, [each.attention for each in self._layers]
-        if len(set(layer.ropes)) > 1 or not ContextKeys.works(blocks):
-            return None
-        return ContextKeys(blocks, layer.num_heads * layer.head_dim)
+        is_able = len(set(layer.ropes)) == 1 and ContextKeys.works(blocks)
+        # Graphs of an earlier attach hold the addresses of what is there.
+        if is_able and self._context_keys is None:
+            self._context_keys = ContextKeys(blocks, layer.num_heads * layer.head_dim)
 
     def targets(self) -> dict[str, Target]:
         """See DraftHead."""

@@ -11,18 +11,21 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.rows import SamplingRows
 
-# Rows of a block times query heads of a KV head up to which a short context is worth cutting.
-_FEW_BLOCK_ROWS = 32
-
 
 class DraftBatches:
     """Creates the batches of a step of one size.
 
     Args:
         plan: The step's plan, filled in before a batch is computed.
+        has_blocks: Whether all levels are rows of one block.
+
+    Attributes:
+        block_rows: Rows of a block, one for each level of the plan; None without blocks.
     """
 
-    def __init__(self, plan: DraftPlan, shape: DraftShape, kv: PagedKV) -> None:
+    def __init__(
+        self, plan: DraftPlan, shape: DraftShape, kv: PagedKV, has_blocks: bool = False
+    ) -> None:
         self.plan = plan
         self._shape, self._kv = shape, kv
         batch, device = len(plan.start), plan.start.device
@@ -36,7 +39,9 @@ class DraftBatches:
         self._beam_splits = splits_for(batch, topk, kv, max_keys)
         self._is_balanced = batch > 1
         self._beam_balance: Balance | None = None
-        self._block_rows: BlockRows | None = None
+        self.block_rows: BlockRows | None = None
+        if has_blocks and shape.num_steps > 1:
+            self.block_rows = BlockRows.empty(batch, shape.num_steps - 1, device)
 
     def committed(self) -> Batch:
         """Returns the batch of committed tokens: up to R rows of each sequence, with logits of
@@ -101,22 +106,12 @@ class DraftBatches:
         )
         return Batch(tokens.flatten(), positions, plan.level_slots[level], (), plan=attention)
 
-    def block_rows(self, num_rows: int) -> BlockRows:
-        """Returns the rows of a block for `plan.begin_block` to fill in.
-
-        Args:
-            num_rows: Rows of a sequence, as many as the plan has levels.
-        """
-        if self._block_rows is None:
-            self._block_rows = BlockRows.empty(len(self.plan.start), num_rows, self._kv.data.device)
-        return self._block_rows
-
     def block(self, rows: BlockRows, is_causal: bool) -> Batch:
         """Returns the batch of a block: rows behind the committed keys that attend to these keys
         and to each other.
 
         Args:
-            rows: Of `block_rows`.
+            rows: `block_rows`, filled in by `plan.begin_block`.
             is_causal: Whether a row sees no later one.
         """
         plan, batch = self.plan, len(self.plan.start)
@@ -135,7 +130,7 @@ class DraftBatches:
             is_causal=None,
             tail_positions=plan.tail_positions if self._shape.is_windowed else None,
             max_rows=num_rows,
-            num_splits=splits_for(batch, num_rows, self._kv, max_keys, few_rows=_FEW_BLOCK_ROWS),
+            num_splits=splits_for(batch, num_rows, self._kv, max_keys),
         )
         return Batch(rows.tokens, rows.positions, rows.slots, (), plan=attention)
 

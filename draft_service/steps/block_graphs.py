@@ -29,6 +29,8 @@ class BlockGraphs(DraftGraphs):
             hidden states.
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         draft: BlockDraft,
@@ -50,6 +52,7 @@ class BlockGraphs(DraftGraphs):
             grown=(shape.num_steps, shape.topk),
             **options,
         )
+        draft.prepare()
         self._draft_model, self._attention = draft, attention
         self._embed = features
 
@@ -61,7 +64,8 @@ class BlockGraphs(DraftGraphs):
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
         batches, draft = self._batches_of(batch), self._draft_model
         options, num_levels = draft.options, self.num_levels
-        rows = batches.block_rows(options.block_size)
+        rows = batches.block_rows
+        assert rows is not None
         self._begin_block(batches.plan, rows, options.mask_token_id, True)
         whole = batches.block(rows, is_causal=False)
         ordered = batches.block(rows, is_causal=True) if draft.has_causal_layers else None

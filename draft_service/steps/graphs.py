@@ -78,7 +78,10 @@ class DraftGraphs:
 
     Attributes:
         num_levels, topk: Numbers of levels, and of beams of a level.
+        has_blocks: Whether the levels of a plan are rows of one block.
     """
+
+    has_blocks = False
 
     def __init__(
         self,
@@ -303,7 +306,7 @@ class DraftGraphs:
         # Made when a size first runs, which is before it is captured: graphs hold addresses.
         if batch not in self._batches:
             plan = DraftPlan.empty(self.shape, self._kv, batch)
-            self._batches[batch] = DraftBatches(plan, self.shape, self._kv)
+            self._batches[batch] = DraftBatches(plan, self.shape, self._kv, self.has_blocks)
         return self._batches[batch]
 
     def _extend(self, batch: int) -> None:

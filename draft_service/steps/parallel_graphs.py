@@ -20,6 +20,8 @@ class ParallelGraphs(DraftGraphs):
         mask_feature: Feature of a mask row, [1, hidden_size].
     """
 
+    has_blocks = True
+
     def __init__(
         self,
         forward: Forward,
@@ -36,10 +38,10 @@ class ParallelGraphs(DraftGraphs):
 
     def _draft(self, batch: int, any_sampled: bool, any_ranked: bool) -> None:
         batches, num_masks = self._batches_of(batch), self.num_levels - 1
+        rows = batches.block_rows
         levels = [self._root_logits[:batch]]
-        if num_masks:
+        if rows is not None:
             masks = (batch, num_masks)
-            rows = batches.block_rows(num_masks)
             self._begin_block(batches.plan, rows, self._mask_token, False)
             features = self._mask_feature.expand(batch * num_masks, -1).contiguous()
             block = batches.block(rows, is_causal=True)

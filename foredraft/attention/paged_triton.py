@@ -78,14 +78,7 @@ class TritonPlan:
     tails: torch.Tensor | None = None
 
 
-def splits_for(
-    batch: int,
-    max_rows: int,
-    kv: PagedKV,
-    max_tokens: int,
-    group_size: int = 4,
-    few_rows: int = FEW_ROWS,
-) -> int:
+def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
     """Returns the number of parts to cut keys into, so that all parts keep the device busy.
 
     The numbers are the fastest of a sweep on an H200 over batches of 1, 8 and 32 sequences with 1,
@@ -97,12 +90,11 @@ def splits_for(
         kv: The cache.
         max_tokens: Maximum number of keys of a sequence.
         group_size: Query heads per KV head.
-        few_rows: Maximum of rows times `group_size` that count as few.
     """
     units = _units(kv.data.device)
     folded = max_rows * group_size
     programs = max(1, batch) * kv.num_kv_heads * -(-folded // 64)
-    if folded <= few_rows:  # several programs run on a unit at a time
+    if folded <= FEW_ROWS:  # several programs run on a unit at a time
         # Adding up the parts costs more with more rows. A unit holds three of the larger 8-bit
         # tiles.
         per_unit = 2 if max_rows > 1 else 3 if kv.is_8_bit else _PROGRAMS_PER_UNIT

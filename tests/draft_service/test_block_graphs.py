@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from draft_service.drafters.block_proposer import BlockProposer
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
+from draft_service.drafters.parallel_proposer import ParallelProposer
 from foredraft.config.services import DraftConfig
 from foredraft.transport.inline import InlineReader
 from foredraft.transport.rows import RowFormat
@@ -68,3 +70,29 @@ def test_the_same_trees_as_by_the_ordinary_path(
         proposer.close()
     assert sum(len(answer) for answer in found[0]) > 20
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "peagle"])
+def test_rows_of_a_block_are_made_with_the_batches(kind: str, target: Path, tmp_path: Path) -> None:
+    """And not by the first run: what a run allocates may belong to a graph that is thrown away."""
+    head = HEADS[kind]
+    drafter = HeadDrafter.load(
+        DraftConfig(
+            model_path=str(target),
+            speculative_algorithm=head.algorithm,
+            speculative_draft_model_path=str(save_head(head, tmp_path)),
+            num_threads=1,
+            device="cpu",
+        )
+    )
+    drafter.attention, drafter.graphs = PlanAttention(), GraphSettings(8, captures=False)
+    steps = drafter.info().limits.num_steps
+    proposer, _ = drafter.attach(request_of(target, limits=limits_of((steps, 1, steps + 1))))
+    assert isinstance(proposer, BlockProposer | ParallelProposer)
+    proposer.hidden = InlineReader(RowFormat.of(drafter.info().hidden))
+    proposer.prepare()
+    assert proposer._fast is not None
+    rows = proposer._fast.graphs._batches_of(2).block_rows
+    assert rows is not None
+    assert rows.first_row.tolist() == [0, len(rows.tokens) // 2]
+    proposer.close()

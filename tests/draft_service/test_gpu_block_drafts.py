@@ -55,6 +55,7 @@ def test_keys_of_all_layers_at_once(kind: str, target: Path, tmp_path: Path) -> 
     drafter = load(KINDS[kind][0], target, tmp_path, "bfloat16")
     draft = drafter._head
     assert isinstance(draft, BlockDraft)
+    draft.prepare()
     assert draft._context_keys is not None
     size, device = draft.config.layer.hidden_size, torch.device("cuda")
     for rows in (1, 9, 70):
