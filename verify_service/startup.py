@@ -88,7 +88,7 @@ def load_target(config: VerifyConfig) -> Target:
 def check_ranks(config: VerifyConfig) -> None:
     """Raises ConfigError where ranks cannot share the target, or cannot run on the device."""
     if device_for(config.device).type != "cpu":
-        config.check_gpus(config.algorithms, torch.cuda.device_count())
+        config.check_gpus(torch.cuda.device_count())
     path = resolve_model_path(config.model_path, config.revision)
     config.check_shares(ModelConfig.from_dir(path).shared_sizes)
 

@@ -93,13 +93,11 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     for name in _PORT_HOSTS:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
-    if config.mps and config.tensor_parallel_size > 1:
-        raise ConfigError("--mps is not proven with --tensor-parallel-size yet: leave it out")
     on_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpu())
     config.check_quantization(on_cpu)
     config.nodes()
     if not on_cpu:
-        config.check_gpus(config.algorithms, len(_visible_cards(os.environ)) or None)
+        config.check_gpus(len(_visible_cards(os.environ)) or None)
         draft_card(config, os.environ)
     choose_ports(wanted_ports(config))
     _check_files(config)

@@ -3,14 +3,12 @@ can be shared.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from foredraft.config.options import option
 from foredraft.errors import ConfigError
 
-# Algorithms whose texts beside ranks on GPUs were compared with plain decoding's, one at a time.
-ON_GPUS = ("DFLASH", "DSPARK", "EAGLE3", "NGRAM", "NONE", "PEAGLE")
 # Port at which hosts meet, if nothing names one.
 DEFAULT_PORT = 50054
 # Where hosts meet, how many there are, and the number of this one: by our flags, by what
@@ -128,11 +126,10 @@ class RanksConfig:
                 f" cannot be shared equally; give {_any_of(fitting)}"
             )
 
-    def check_gpus(self, algorithms: Sequence[str], num_gpus: int | None = None) -> None:
+    def check_gpus(self, num_gpus: int | None = None) -> None:
         """Raises ConfigError where ranks cannot run on GPUs.
 
         Args:
-            algorithms: Algorithms of the drafts.
             num_gpus: Number of GPUs that ranks see; None where it is not known yet.
         """
         size = self.tensor_parallel_size
@@ -142,12 +139,6 @@ class RanksConfig:
             raise ConfigError(
                 f"--tensor-parallel-size {size} over several hosts is for CPUs so far: give"
                 " --device cpu, or ranks of one host"
-            )
-        asked = f"--speculative-algorithm {','.join(algorithms)}"
-        if len(algorithms) > 1 or any(one not in ON_GPUS for one in algorithms):
-            raise ConfigError(
-                f"--tensor-parallel-size {size} on GPUs is not proven with {asked} yet: give"
-                f" {_any_of(list(ON_GPUS))}"
             )
         if num_gpus is not None and size > num_gpus:
             raise ConfigError(

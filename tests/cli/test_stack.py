@@ -199,7 +199,6 @@ def test_a_port_in_use_is_refused_before_anything_starts(busy_port: int, runtime
             {"quantization_group_size": "64"},
             "--quantization-group-size 64 has no use with --quantization unquant: give",
         ),
-        ({"mps": True, "tensor_parallel_size": 2}, "--mps is not proven with --tensor-parallel"),
         (
             {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "./nowhere"},
             r"--speculative-draft-model-path \./nowhere: no such",

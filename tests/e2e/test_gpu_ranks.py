@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from foredraft.config.services import VerifyConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.types import SamplingParams
 from testing.block_drafts import tiny_block, tiny_peagle
@@ -49,12 +48,6 @@ ASKED = (
     {"repetition_penalty": 1.3, "logprobs": 2},
     {"logit_bias": {7: 3.0}, "temperature": 0.0},
 )
-
-
-@pytest.fixture(autouse=True)
-def allow_every_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the refusal of drafts away that have not passed here yet."""
-    monkeypatch.setattr(VerifyConfig, "check_gpus", lambda *arguments: None)
 
 
 def asked() -> list[Job]:
@@ -226,8 +219,9 @@ def test_a_draft_that_is_killed_changes_no_token(
         assert [one.tokens for one in results] == strict
 
 
-def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path) -> None:
-    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2}
+@pytest.mark.parametrize("mps", [False, True])
+def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path, mps: bool) -> None:
+    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2, "mps": mps}
     texts = []
     for own in ({"speculative_algorithm": "NONE"}, {}):
         with running_stack(demo, **flags, **own) as stack:

@@ -1,13 +1,9 @@
-"""Connects the ranks of one model on several GPUs.
+"""Connects the ranks of one model on several GPUs of a host.
 
-NCCL moves bytes; on one host, small blocks go through memory that the ranks can write at each
-other.
+NCCL moves bytes; small blocks go through memory that the ranks can write at each other.
 """
 
-import fcntl
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,8 +16,6 @@ from foredraft.transport import cuda
 from verify_service.executor.ranks.group import COLLECTIVE_SECONDS, CollectiveLog, ProcessGroup
 
 HANDLES = "foredraft/memory"  # keys of the store: each rank's handle to its memory
-
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
 
 logger = logging.getLogger(__name__)
 
@@ -49,32 +43,19 @@ class CudaGroup(ProcessGroup):
 
     @classmethod
     def join(
-        cls,
-        rank: int,
-        size: int,
-        store: Any,
-        log: CollectiveLog,
-        host: str = "127.0.0.1",
-        num_local: int | None = None,
+        cls, rank: int, size: int, store: Any, log: CollectiveLog, host: str = "127.0.0.1"
     ) -> "CudaGroup":
-        """Joins as ProcessGroup does; the rank uses the card of its number on its host."""
-        num_local = num_local or size
-        if num_local < size and (interface := interface_of(host)):
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        device = torch.device("cuda", rank % num_local)
-        torch.cuda.set_device(device)
+        """Joins as ProcessGroup does; the rank uses the card of its number, and ignores `host`."""
+        torch.cuda.set_device(rank)
         dist.init_process_group(
             "nccl",
             store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-            device_id=device,
+            device_id=torch.device("cuda", rank),
         )
-        memory: PeerMemory | None = None
-        mappings: Sequence[cuda.Mapping] = ()
-        if num_local == size:
-            memory, mappings = _peer_memory(rank, size, store)
+        memory, mappings = _peer_memory(rank, size, store)
         return cls(rank, size, dist.group.WORLD, log, memory, mappings)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,19 +110,6 @@ class CudaGroup(ProcessGroup):
             mapping.close()
         self._memory, self._mappings = None, ()
         dist.destroy_process_group()
-
-
-def interface_of(address: str) -> str | None:
-    """Returns the network interface that has an IPv4 address; None where there is none."""
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            try:
-                found = fcntl.ioctl(any_socket, _GET_ADDRESS, name.encode().ljust(256, b"\0"))
-            except OSError:  # it has no such address
-                continue
-        if socket.inet_ntoa(found[20:24]) == address:
-            return name
-    return None
 
 
 def _peer_memory(

@@ -51,7 +51,6 @@ class ProcessGroup:
         store: Any,
         log: CollectiveLog,
         host: str = "127.0.0.1",
-        num_local: int | None = None,
     ) -> "ProcessGroup":
         """Joins the other ranks, and waits until all have joined.
 
@@ -61,7 +60,6 @@ class ProcessGroup:
             store: Store of torch.distributed that all ranks use to find each other.
             log: Records each collective.
             host: Address at which the others reach this host.
-            num_local: Number of ranks on each host; by default all are on one.
         """
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]

@@ -273,7 +273,7 @@ class Ranks:
             for stream in board.streams:
                 stream.close()
             raise
-        group = group_class(config).join(0, size, store, board, host, num_local)
+        group = group_class(config).join(0, size, store, board, host)
         watchdog.watch_group(group)
         others = [f"pid {process.pid}" for process in workers.processes]
         others += [stream.name for stream in board.streams]
