@@ -130,14 +130,26 @@ class GrammarState:
         size = masks.shape[1] * masks.itemsize
         started = time.thread_time()  # others may run meanwhile
 
-        def visit(row: int) -> None:
+        def make(row: int) -> None:
             matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, size)
+
+        def visit(row: int) -> None:
+            is_made = False
             for node in below[row]:
                 if matcher.try_consume_tokens([tree.tokens[node]]) != 1:
                     continue
-                if not matcher.is_stopped():
+                is_visited = not matcher.is_stopped()
+                if is_visited:
                     visit(node + 1)
                 matcher.rollback(1)
+                if is_visited:
+                    # The matcher keeps the mask that it made last, and `rollback` does not make it
+                    # forget one of a node that it leaves (llguidance 1.9.1): the next node, or the
+                    # token that is chosen, would get that node's mask where both are as long.
+                    make(row)
+                    is_made = True
+            if not is_made:
+                make(row)
 
         visit(0)
         seconds = (time.thread_time() - started) / len(masks)

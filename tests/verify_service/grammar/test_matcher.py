@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.trees.draft_tree import DraftTree, paths
 from foredraft.types import GrammarKind
@@ -219,3 +220,49 @@ def test_a_grammar_that_is_slow_to_follow_gets_smaller_trees(
     allowed_tokens(state, DraftTree(), size)
     assert state.max_nodes == 0
     assert state.prune(chain) == DraftTree()
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """Returns the bundled model's tokenizer, whose tokens have several characters, and a grammar of
+    JSON objects over it.
+    """
+    folder = resolve_model_path("foredraft-demo")
+    tokenizer = Tokenizer.from_dir(folder)
+    vocabulary = load_vocabulary(folder, tokenizer.vocab_size, frozenset({0}))
+    source = to_llguidance(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    matcher = llguidance.LLMatcher(vocabulary, source, limits=LIMITS)
+    return tokenizer, CompiledGrammar(matcher, tokenizer.vocab_size)
+
+
+BEGUN, TAKEN, LEFT = '{"p": {"', 'parameters": {"', 'description" : "'
+
+
+def test_a_drafted_text_that_was_not_taken_leaves_nothing_behind(bundled) -> None:
+    tokenizer, grammar = bundled
+    begun, taken, left = (tokenizer.encode(text, False) for text in (BEGUN, TAKEN, LEFT))
+    state, fresh = grammar.follow(), grammar.follow()
+    state.resume(begun)
+    fresh.resume(begun + taken)
+    chain = DraftTree(tuple(left), tuple(range(-1, len(left) - 1)))
+    allowed_tokens(state, chain, tokenizer.vocab_size)
+    assert state.advance(taken) == (len(taken), False)
+    after = [allowed_tokens(one, DraftTree(), tokenizer.vocab_size) for one in (state, fresh)]
+    assert after[0] == after[1]
+
+
+def test_branches_of_a_tree_leave_nothing_behind_for_each_other(bundled) -> None:
+    tokenizer, grammar = bundled
+    begun, *branches = (tokenizer.encode(text, False) for text in (BEGUN, LEFT, TAKEN))
+    tokens, parents = [], []
+    for branch in branches:
+        parents += [-1, *range(len(tokens), len(tokens) + len(branch) - 1)]
+        tokens += branch
+    tree = DraftTree(tuple(tokens), tuple(parents))
+    state = grammar.follow()
+    state.resume(begun)
+    found = allowed_tokens(state, tree, tokenizer.vocab_size)
+    for row, path in zip(found, paths(tree), strict=True):
+        fresh = grammar.follow()
+        fresh.resume([*begun, *path])
+        assert [row] == allowed_tokens(fresh, DraftTree(), tokenizer.vocab_size)
