@@ -26,6 +26,7 @@ from foredraft.models.speculation import resolve
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.rpc.tls import service_identity
+from foredraft.runner.compile_ahead import first_kernel
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from foredraft.telemetry.metrics import start_metrics_server
@@ -161,8 +162,9 @@ async def _serve_further(config: VerifyConfig, nodes: Nodes) -> int:
 
 
 def _build(config: VerifyConfig, speculation: AnyMetrics) -> tuple[Target, Engine, list[DraftLink]]:
-    target = load_target(config)
-    links = connect_drafts(config, target, speculation)
+    with first_kernel(device_for(config.device)):
+        target = load_target(config)
+        links = connect_drafts(config, target, speculation)
     return target, build_engine(config, target, speculation, links), links
 
 

@@ -242,11 +242,10 @@ class DraftGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         modes = sorted({self._mode(False, False), self._mode(sampled, False)})
         sizes = self.batch_sizes[::-1]
-        for batch in sizes:
-            self._batches_of(batch)
         runs = [partial(self._draft, batch, *mode) for batch in sizes for mode in modes]
         runs = [*(partial(self._extend, batch) for batch in sizes), *runs]
         num_compiled = compile_ahead(runs, self._device)
+        self._batches.clear()  # nothing has filled in what these trials made
         for batch in sizes:
             self._run_padding(batch, modes)
         torch.cuda.synchronize(self._device)

@@ -1,5 +1,5 @@
 """Compiles Triton kernels side by side before they are launched, which takes most of a first start
-otherwise.
+otherwise; and gets Triton ready while a model is loaded.
 
 It uses hooks of Triton that other releases may lack. Whatever is not compiled here is compiled when
 it is launched.
@@ -16,6 +16,7 @@ import torch
 
 from foredraft.cpu.threads import num_cores
 from foredraft.kernel_launch import no_collection
+from foredraft.layers.fused import rms_norm
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,32 @@ _ONE_AT_A_TIME = threading.Lock()  # hooks are the process's
 
 # Compilations by the kernel's module and name, and how it is specialised.
 _Compiling = dict[tuple[str, str, str], Future[object]]
+
+
+@contextmanager
+def first_kernel(device: torch.device) -> Iterator[None]:
+    """Launches a kernel beside the `with` block: the first of a process takes Triton most of a
+    second. Does nothing for a CPU.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    number = torch.cuda.current_device() if device.index is None else device.index
+    thread = threading.Thread(target=_launch, args=(number,), name="first-kernel")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _launch(number: int) -> None:
+    try:
+        torch.cuda.set_device(number)
+        x = torch.ones(1, 16, device="cuda")
+        rms_norm(x, x[0], 1e-6, True)
+    except Exception as error:
+        logger.warning("the first kernel: %s: %s", type(error).__name__, error)
 
 
 def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) -> int:

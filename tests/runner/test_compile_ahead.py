@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.layers.fused import rms_norm
-from foredraft.runner.compile_ahead import compile_ahead
+from foredraft.runner.compile_ahead import compile_ahead, first_kernel
 from testing.triton_device import needs_gpu
 
 WIDTHS = (72, 136, 264)  # a kernel each, which no model of other tests launches
@@ -94,3 +94,19 @@ def test_without_triton_nothing_is_tried(
     [record] = caplog.records
     assert record.getMessage().startswith("kernels are compiled one by one: ")
     assert not tried
+
+
+def test_a_first_kernel_that_fails_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(number: int) -> None:
+        raise RuntimeError(f"no card {number}")
+
+    monkeypatch.setattr(torch.cuda, "set_device", fail)
+    with caplog.at_level(logging.WARNING), first_kernel(torch.device("cuda", 3)):
+        done = True
+    assert done
+    assert caplog.messages == ["the first kernel: RuntimeError: no card 3"]
+    with first_kernel(torch.device("cpu")):
+        pass
+    assert len(caplog.records) == 1
