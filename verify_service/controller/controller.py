@@ -59,6 +59,9 @@ class Controller:
         self.is_drafting = [True] * len(drafts)
         self.has_trial = [False] * len(drafts)
         self.keeps_states = True
+        # The newest plan's nodes and advantage, where the next steps may have it too.
+        self._held: tuple[list[int], float] | None = None
+        self._candidates: Candidates = ()
         if costs is None or not drafts:
             self._costs = None
             return
@@ -79,9 +82,7 @@ class Controller:
         self._since_plain = self._unplanned = 0.0
         self._passed, self._num_passed = 0.0, 0  # plain steps that `observe` has not counted
         # Sizes of cut proposals, until outcomes are counted.
-        self._trimmed: dict[tuple[object, ...], tuple[list[int], float]] = {}
-        # The newest plan, where the next steps may have it too.
-        self._held: tuple[list[int], list[int], float] | None = None
+        self._trimmed: dict[tuple[object, ...], list[int]] = {}
 
     def draft_everything(self) -> None:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
@@ -110,7 +111,11 @@ class Controller:
             return False
         # A full bank pays for asking for n-grams.
         asks = self._bank.is_full and any(kind.is_asked_first for kind in self.drafts)
-        most = self._config.look_seconds if self.keeps_states else self._config.forget_seconds / 2
+        config = self._config
+        # On a CPU nothing but age changes evidence meanwhile; another text begins with a plan.
+        aged = config.forget_seconds / config.seen_enough
+        most = config.look_seconds if self.is_padded else aged
+        most = most if self.keeps_states else config.forget_seconds / 2
         return self._unplanned < most and (self.is_padded or not asks)
 
     # Before a step.
@@ -126,8 +131,27 @@ class Controller:
             for one in candidates:
                 one.history.chosen = first_draft(one, len(self.drafts))
             return self._everything(self._limits(candidates))
-        if not other_rows and (again := self._planned(costs, candidates)) is not None:
-            return again
+        again = None if other_rows else self._planned(costs, candidates)
+        self._candidates = candidates
+        return again or self._new_plan(costs, candidates, other_rows, is_ahead)
+
+    def think(self) -> None:
+        """Does what need not be done before a step: counts outcomes, and renews a plan.
+
+        Called while a step waits for its drafts.
+        """
+        if self._held is not None and self._costs is not None:
+            is_first = self.drafts[0].is_asked_first  # what asking brings changes fast
+            if is_first or self._unplanned >= self._config.look_seconds:
+                self._new_plan(self._costs, self._candidates, 0, False)
+            if self._learn(len(self._candidates)) and len(self._candidates) == 1:
+                history = self._candidates[0].history
+                for _, confidence in history.tracks:
+                    self._worthwhile([Offer(history, self.max_nodes, confidence)], 0)
+
+    def _new_plan(
+        self, costs: CostModel, candidates: Candidates, other_rows: int, is_ahead: bool
+    ) -> Plan:
         costs.context = sum(one.context for one in candidates)
         self._unplanned, self._held = 0.0, None
         batch = len(candidates)
@@ -158,23 +182,30 @@ class Controller:
             advantage = max(best.rate * self._bank.step / batch, least)
             if not is_spared and not self._must_check(advantage):
                 nodes, rows = best.nodes, best.rows
-            if may_try and not (self.is_padded or asked or len(self.drafts) > 1):
-                self._held = [id(one.history) for one in candidates], best.nodes, advantage
-        if any(asked.values()) and not self._must_check(self._asking.advantage):
-            for i, one in enumerate(candidates):
-                if asked.get(one.history.chosen):
-                    nodes[i] = limits[i]
+            self._hold(best.nodes, advantage, may_try)
+        if any(asked.values()):
+            self._hold(limits, self._asking.advantage, may_try)
+            if not self._must_check(self._asking.advantage):
+                for i, one in enumerate(candidates):
+                    if asked.get(one.history.chosen):
+                        nodes[i] = limits[i]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
 
+    def _hold(self, nodes: list[int], advantage: float, may_try: bool) -> None:
+        """Keeps a plan for the next steps, since planning takes time."""
+        if may_try and not self.is_padded and len(self.drafts) == 1:
+            self._held = nodes, advantage
+
     def _planned(self, costs: CostModel, candidates: Candidates) -> Plan | None:
-        """Returns the newest plan for the same sequences, since planning takes time."""
+        """Returns the newest plan, if it holds for these sequences."""
         if self._held is None or self._unplanned >= self._config.look_seconds:
             return None
-        histories, nodes, advantage = self._held
-        if histories != [id(one.history) for one in candidates] or not all(
-            one.limit >= min(num, 1) for one, num in zip(candidates, nodes, strict=True)
+        if len(candidates) != len(self._candidates) or any(
+            one.history is not other.history
+            for one, other in zip(candidates, self._candidates, strict=True)
         ):
             return None
+        nodes, advantage = self._held
         if self._must_check(advantage):
             return Plan([0] * len(nodes), 1)
         nodes = [min(num, one.limit) for one, num in zip(candidates, nodes, strict=True)]
@@ -192,26 +223,43 @@ class Controller:
         batch = len(offers)
         beside = 0 if costs.table.is_padded else others
         plain = costs.target(batch, costs.table.plain_rows(batch) + beside)
-        learnt = [one.learn(self._config.near_steps // batch) for one in self._acceptance]
-        if any(learnt):
-            self._trimmed.clear()
-        key = others, *((one.num_nodes, one.confidence, id(one.history)) for one in offers)
-        found = self._trimmed.get(key)
-        if found is None:
-            gains = self._goodput.of_offers(offers)
-            found = self._goodput.worthwhile(gains, batch, beside, plain)
-            self._trimmed[key] = found
-        chosen, seconds = found
+        self._learn(batch)
         nodes = [
             offer.num_nodes if offer.forced else min(num, offer.num_nodes)
-            for offer, num in zip(offers, chosen, strict=True)
+            for offer, num in zip(offers, self._worthwhile(offers, others), strict=True)
         ]
-        cost = (seconds - plain) * batch / plain / max(sum(nodes), 1)
+        rows = 1 + max(nodes) if costs.table.is_padded else batch + others + sum(nodes)
+        cost = (costs.target(batch, rows) - plain) * batch / plain / max(sum(nodes), 1)
         for offer, num in zip(offers, nodes, strict=True):
             offer.history.cost = num * cost
             if num == 0 and offer.asked:
                 self._asking.each[offer.history.chosen].brought(offer.history, 0.0)
         return nodes
+
+    def _worthwhile(self, offers: Sequence[Offer], others: int) -> list[int]:
+        """Returns how many nodes of each proposal are worth verifying; may be more than it has."""
+        costs, batch = self._costs, len(offers)
+        assert costs is not None
+        beside = 0 if costs.table.is_padded else others
+        if batch == 1 and offers[0].num_nodes and not costs.table.is_padded:
+            offers = [offers[0]._replace(num_nodes=self.max_nodes)]  # one result for all numbers
+        key = others, *((one.num_nodes, one.confidence, id(one.history)) for one in offers)
+        found = self._trimmed.get(key)
+        if found is None:
+            plain = costs.target(batch, costs.table.plain_rows(batch) + beside)
+            numbers = {max(offer.history.chosen, 0) for offer in offers if offer.asked}
+            wait = max((costs.draft(number, batch, 1) for number in numbers), default=0.0)
+            gains = self._goodput.of_offers(offers)
+            found = self._goodput.worthwhile(gains, batch, beside, plain, wait)[0]
+            self._trimmed[key] = found
+        return found
+
+    def _learn(self, batch: int) -> bool:
+        """Counts outcomes of proposals, if some have come for each sequence."""
+        learnt = [one.learn(self._config.near_steps // batch) for one in self._acceptance]
+        if any(learnt):
+            self._trimmed.clear()
+        return any(learnt)
 
     def _decide(
         self,
@@ -301,9 +349,15 @@ class Controller:
     ) -> None:
         """Records which of a tree's first nodes were right, and how many of these were verified:
         all where `brought` is None. Outcomes of the self-test do not count.
+
+        Neither do a text's first outcomes for a draft that steps wait for on a CPU. They are worse
+        than later ones, and texts that were left after them would be counted by nothing else.
         """
         if num_nodes and self._costs is not None and not self._is_forced:
-            self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
+            history.num_drafted += 1
+            is_first = history.num_drafted <= self._config.prior_outcomes
+            if self.is_padded or self.drafts[draft].is_asked_first or not is_first:
+                self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
             if history.cost:
                 gained = len(accepted) if brought is None else brought
                 self._asking.each[draft].brought(history, gained - history.cost)
@@ -326,7 +380,7 @@ class Controller:
         """Ends a trial beside steps, once its outcomes have been recorded."""
         self.has_trial[draft] = False
         if self.keeps_states:
-            self._unplanned = self._config.look_seconds
+            self._unplanned = self._config.forget_seconds
 
     def passes(self, seconds: float) -> bool:
         """Records a plain step briefly if nothing is to be learnt from it.
@@ -392,6 +446,8 @@ class Controller:
         if self._costs is not None:
             self._held = None
             self._trimmed.clear()
+            if not self.is_padded:
+                self._unplanned += self._config.forget_seconds / self._config.seen_enough
             for number, acceptance in enumerate(self._acceptance):
                 acceptance.forget(history, number)
 

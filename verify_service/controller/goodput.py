@@ -15,6 +15,7 @@ from verify_service.controller.changes import Changes
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import Candidates, DraftKind, Offer
+from verify_service.controller.tables import Choices
 
 
 class Best(NamedTuple):
@@ -91,7 +92,7 @@ class Goodput:
         if any(kind.is_beside for _, kind, _ in kinds):
             seconds = self.changes.burdened(seconds, not was_drafted)
         rates = (batch + choices.added) / seconds
-        index = int(np.argmax(rates))
+        index = self._best_of(rates, choices)
         nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
         rows = int(choices.rows[index]) if costs.table.is_padded else 1 + max(nodes)
         return Best(float(rates[index]), nodes, rows, float(choices.added[index]))
@@ -151,23 +152,25 @@ class Goodput:
         return self._within(gains, [offer.num_nodes for offer in offers])
 
     def worthwhile(
-        self, gains: Array, batch: int, others: int, plain: float
+        self, gains: Array, batch: int, others: int, plain: float, wait: float = 0.0
     ) -> tuple[list[int], float]:
-        """Returns the number of nodes of each proposal that are worth verifying, and the step's
-        seconds with them.
+        """Returns the number of nodes of each proposal that are worth verifying, and the seconds of
+        the step's target with them.
 
         Args:
             gains: Expected accepted nodes by sequence and bin, of all or some sequences.
             batch: Number of sequences of the step.
             others: Number of rows beside theirs.
-            plain: Seconds of the step without these nodes.
+            plain: Seconds of the target without these nodes.
+            wait: Seconds that the step has waited for the proposals. They are spent, but the more a
+                step takes, the less is a row's time beside what its node may bring.
         """
         choices = self.costs.table.choices(gains, self.bins, self.bins.sizes[-1], others)
         if len(choices.added):
             seconds = self.costs.targets(batch, choices.rows)
-            rates = (batch + choices.added) / seconds
-            index = int(np.argmax(rates))
-            if rates[index] > batch / plain:
+            rates = (batch + choices.added) / (seconds + wait)
+            index = self._best_of(rates, choices)
+            if rates[index] > batch / (plain + wait):
                 return choices.nodes(index), float(seconds[index])
         return [0] * len(gains), plain
 
@@ -182,6 +185,16 @@ class Goodput:
         within = self._within(gains, [offer.num_nodes])
         nodes, seconds = self.worthwhile(within, batch, beside, plain)
         return sum(node < nodes[0] for node in right) - (seconds - plain) * batch / plain
+
+    def _best_of(self, rates: Array, choices: Choices) -> int:
+        """Returns the index of the choice with the highest rate; on a CPU the largest of those that
+        are nearly as good: it shows most, and chances deep in trees are learnt from few outcomes.
+        """
+        best = int(np.argmax(rates))
+        if self.costs.table.is_padded:
+            return best
+        near = np.flatnonzero(self.config.margin * rates >= rates[best])
+        return int(near[np.argmax(choices.added[near])])
 
     def _gains(
         self, candidates: Candidates, limits: Sequence[int], deviations: float

@@ -168,7 +168,12 @@ class StepRunner:
             return NO_PROPOSALS
         requests = [DraftRequest(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         extending = [chunk.seq for chunk in plan.prefill]
-        return self._drafts.propose(requests, extending, meanwhile=self._emit)
+        return self._drafts.propose(requests, extending, meanwhile=self._meanwhile)
+
+    def _meanwhile(self) -> None:
+        """Does what can be done while drafts work."""
+        self._emit()
+        self._sizes.think()
 
     def _batch(self, plan: StepPlan, proposals: Proposals) -> list[VerifyRows]:
         """Returns the sequences to choose tokens for: decoding ones, then ends of prompts."""
