@@ -186,8 +186,6 @@ class Drafts:
                 if any(one.max_nodes for one in own):
                     started[number] = begun
         finally:
-            if started:
-                time.sleep(0)  # lets the threads that send have the interpreter first
             meanwhile()
         trees: dict[int, Drafted] = {}
         waits: dict[int, float] = {}
