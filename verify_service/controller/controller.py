@@ -133,8 +133,9 @@ class Controller:
             return
         if sum(one.learn(most) for one in self._acceptance):
             self._goodput.renew(self._candidates)
-        # What asking brings changes fast.
-        is_old = self._unplanned >= self._config.look_seconds or self.drafts[0].is_asked_first
+        # What asking brings changes fast, but a full bank pays for it in any case.
+        is_doubted = self.drafts[0].is_asked_first and not self._bank.is_full
+        is_old = self._unplanned >= self._config.look_seconds or is_doubted
         if self._held is not None and is_old:
             self._new_plan(costs, may_try=True, is_ahead=False)
 
@@ -297,7 +298,7 @@ class Controller:
         """
         if num_nodes and self._costs is not None and not self._is_forced:
             history.num_drafted += 1
-            is_first = history.num_drafted <= self._config.prior_outcomes
+            is_first = history.num_drafted * len(self._candidates) <= self._config.prior_outcomes
             if self.is_padded or self.drafts[draft].is_asked_first or not is_first:
                 self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
             if history.cost:

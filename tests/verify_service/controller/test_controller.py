@@ -335,6 +335,7 @@ def test_the_first_outcomes_of_a_text_are_not_counted() -> None:
         (DraftKind(5, 5), GridTable({(1, 1): 1.0, (1, 6): 1.1}), 10),
     ):
         policy, history = Controller(CostModel(table), [kind]), DraftHistory()
+        policy.plan([Candidate(history, 5)])
         for _ in range(10):
             policy.record(history, 5, ())
         assert len(policy._acceptance[0]._pending) == num_counted
