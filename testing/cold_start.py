@@ -68,7 +68,7 @@ class Cores(NamedTuple):
 
 
 SLOW = Cores(TARGET, TARGET)
-FAST = Cores(FAST_TARGET, FAST_STEPS, 0.15e-3, (0.03, 0.06), -0.25)
+FAST = Cores(FAST_TARGET, FAST_STEPS, 0.05e-3, (0.03, 0.06), -0.25)
 
 
 class Drafts(NamedTuple):
@@ -202,6 +202,8 @@ class _Stack:
         offers = [(0, 0)] * batch  # confidence, right nodes
         for i in asked:
             offers[i] = self._offer(running[i], limits[i])
+        if asked and self._arm == "default":
+            self.controller.think()
         proposed = list(nodes)
         if draft.has_matches:
             proposed = [num * bool(offer[0]) for num, offer in zip(nodes, offers, strict=True)]

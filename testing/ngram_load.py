@@ -128,6 +128,8 @@ def _step(
         Candidate(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts
     ]
     asked = sum(map(bool, controller.plan(candidates).nodes))
+    if asked:
+        controller.think()
     found = [_match(matches, one, rng) if asked else (0, 0) for one in texts]
     offers = [
         Offer(one.history, min(MAX_NODES, one.left - 1) if confidence else 0, confidence)

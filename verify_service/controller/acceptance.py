@@ -70,15 +70,13 @@ class Acceptance:
     Args:
         bins: Tree sizes to distinguish.
         config: Numbers of the policy.
-        own_prior: Weight of the outcomes of all sequences in the estimate for one, for proposals
-            without confidence; None for that of any prior.
+        own: Weight of the outcomes of all sequences in the estimate for one, for proposals without
+            confidence; 0 for that of any prior.
     """
 
-    def __init__(
-        self, bins: SizeBins, config: ControllerConfig = DEFAULT, own_prior: float | None = None
-    ) -> None:
+    def __init__(self, bins: SizeBins, config: ControllerConfig = DEFAULT, own: float = 0) -> None:
         self.bins = bins
-        self._own_prior = own_prior or config.prior_outcomes
+        self._own_prior = own or config.prior_outcomes
         self._config = config
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
         self._hits, self._before = np.zeros((2, num_pools, size))
@@ -109,13 +107,6 @@ class Acceptance:
             deviations: Number of standard deviations that the pools' estimates are raised by;
                 positive ones raise only bins with few outcomes.
         """
-        self.learn()
-        return self.known_gains(rows, pools, deviations)
-
-    def known_gains(
-        self, rows: Sequence[int], pools: Sequence[int], deviations: float = 0.0
-    ) -> Array:
-        """Returns `gains` without the outcomes that `learn` has not counted yet."""
         known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
         ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
         prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
@@ -134,7 +125,6 @@ class Acceptance:
     @property
     def num_outcomes(self) -> float:
         """Number of outcomes behind the estimates; old outcomes count less."""
-        self.learn()
         return float(self._before[:, 0].sum())
 
     def record(
@@ -184,7 +174,16 @@ class Acceptance:
             for node in accepted:
                 if node < num_nodes:
                     hits[i, bins.bin_of[node]] += 1.0
-        self._doubt(hits, told)
+        # Outcomes far from their expectation mean a change: nothing but the newest counts then.
+        means = told * self.gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
+        mean, kept = means.sum(axis=1), 1 - config.newest_share
+        self._surplus = kept * self._surplus + float(hits.sum() - mean.sum())
+        # Variances as of chains. Trees have smaller ones, so their changes are seen later.
+        spreads = np.minimum(means @ bins.squares - mean**2, mean * (1 + mean))
+        self._variance = kept**2 * self._variance + float(spreads.sum())
+        if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
+            self._surplus = self._variance = 0.0
+            self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
         before = told.copy()
         before[:, 1:] *= hits[:, :-1]
         for i, (row, pool, _, _) in enumerate(pending):
@@ -196,24 +195,6 @@ class Acceptance:
         pending.clear()
         self._ratios.clear()
         return True
-
-    def _doubt(self, hits: Array, told: Array) -> None:
-        """Drops all evidence but the newest if outcomes are far from their expectation, which means
-        that acceptance has changed.
-        """
-        pending = self._pending
-        expected = self.known_gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
-        expected *= told
-        mean = expected.sum(axis=1)
-        # Variances as of chains. Trees have smaller ones, so their changes are seen later.
-        spreads = np.minimum(expected @ self.bins.squares - mean**2, mean * (1 + mean))
-        off, spread = float(hits.sum() - mean.sum()), float(spreads.sum())
-        kept = 1 - self._config.newest_share
-        self._surplus = kept * self._surplus + off
-        self._variance = kept**2 * self._variance + spread
-        if self._surplus**2 > self._config.surprise**2 * max(self._variance, 0.5):
-            self._surplus = self._variance = 0.0
-            self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
 
     def _ratio(self, pool: int, deviations: float) -> Array:
         """Returns the ratios of each bin's accepted nodes to the previous bin's, in a pool."""

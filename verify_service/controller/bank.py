@@ -25,7 +25,6 @@ class Bank:
         self._config = config
         self._steps = config.bank_steps
         self._credit = 2 * config.bank_steps
-        self._debt = 0.0  # seconds spent to begin drafting that drafting has not earned yet
 
     @property
     def has_any(self) -> bool:
@@ -56,13 +55,6 @@ class Bank:
         self._steps, self._credit = self._steps + self._credit, 0.0
         self._steps = min(self._steps, self._config.bank_steps if is_known else self._steps)
 
-    def invest(self, seconds: float) -> None:
-        """Records seconds spent to begin drafting.
-
-        The gains of drafted steps pay for them, or the bank does when drafting ends.
-        """
-        self._debt += seconds
-
     def drafted(self, cost: float, tokens_worth: float, is_first: bool) -> None:
         """Records a drafted step.
 
@@ -72,23 +64,17 @@ class Bank:
             is_first: Whether only drafts that are asked first drafted. Their gains are rare and
                 large, and must pay for many proposals that bring nothing, so the bank holds more.
         """
-        loss = cost - tokens_worth
-        earned = min(max(-loss, 0.0), self._debt)
-        self._debt -= earned
-        loss += earned - self._config.bank_share * cost
+        loss = cost - tokens_worth - self._config.bank_share * cost
         self.pay(loss, self._config.seen_enough * is_first)
 
-    def plain(self, cost: float, are_drafts_suspended: bool, beyond: float = 0.0) -> None:
+    def plain(self, cost: float, beyond: float = 0.0) -> None:
         """Records a plain step.
 
         Args:
             cost: Seconds of the step.
-            are_drafts_suspended: Whether nothing but trials is drafted.
             beyond: Seconds that a trial beside the step has added to it.
         """
-        debt = self._debt if are_drafts_suspended else 0.0
-        self._debt -= debt
-        self.pay(debt + beyond - self._config.bank_share * cost)
+        self.pay(beyond - self._config.bank_share * cost)
 
     def pay(self, seconds: float, most: float = 0.0) -> None:
         """Takes a loss of `seconds` from the bank; a negative loss adds to it, up to `most` steps

@@ -59,29 +59,24 @@ class Controller:
         self.is_drafting = [True] * len(drafts)
         self.has_trial = [False] * len(drafts)
         self.keeps_states = True
+        # The newest plan's nodes and advantage, where the next steps may have it too.
+        self._held: tuple[list[int], float] | None = None
+        self._candidates: Candidates = ()
         if costs is None or not drafts:
             self._costs = None
             return
         bins = costs.table.bins(self.max_nodes, max(kind.depth for kind in drafts))
-        own_prior = None if costs.table.is_padded else config.own_prior
-        self._acceptance = [Acceptance(bins, config, own_prior) for _ in drafts]
-        self._bank = Bank(config, costs.plain(1))
-        self._asking = Asking(self.drafts, self._bank, costs, config)
-        self._trials = Trials(
-            self.drafts, self.has_trial, self._acceptance, self._bank, costs, config
-        )
-        self._changes = Changes(costs, config)
-        self._goodput = Goodput(
-            costs, self.drafts, self._acceptance, self._asking.each, self._changes, config, bins
-        )
+        own, kinds = 0.0 if costs.table.is_padded else config.own_prior, self.drafts
+        acceptance = self._acceptance = [Acceptance(bins, config, own) for _ in drafts]
+        bank = self._bank = Bank(config, costs.plain(1))
+        asking = self._asking = Asking(kinds, bank, costs, config)
+        self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)
+        changes = self._changes = Changes(costs, config)
+        self._goodput = Goodput(costs, kinds, acceptance, asking.each, changes, config, bins)
         self._is_forced = self._was_drafted = False
         # Seconds of steps with drafts since the last one without; and since the newest plan.
         self._since_plain = self._unplanned = 0.0
         self._passed, self._num_passed = 0.0, 0  # plain steps that `observe` has not counted
-        # Sizes of cut proposals, until outcomes are counted.
-        self._trimmed: dict[tuple[object, ...], tuple[list[int], float]] = {}
-        # The newest plan, where the next steps may have it too.
-        self._held: tuple[list[int], list[int], float] | None = None
 
     def draft_everything(self) -> None:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
@@ -108,34 +103,53 @@ class Controller:
         """Whether the next step is surely plain, so that no plan is needed."""
         if self._costs is None or not self.is_suspended:
             return False
-        # A full bank pays for asking for n-grams.
         asks = self._bank.is_full and any(kind.is_asked_first for kind in self.drafts)
-        most = self._config.look_seconds if self.keeps_states else self._config.forget_seconds / 2
+        config = self._config
+        # On a CPU nothing but age changes evidence meanwhile; another text begins with a plan.
+        aged = config.forget_seconds / config.seen_enough
+        most = config.look_seconds if self.is_padded else aged
+        most = most if self.keeps_states else config.forget_seconds / 2
+        # A full bank pays for asking for n-grams.
         return self._unplanned < most and (self.is_padded or not asks)
 
     # Before a step.
 
     def plan(self, candidates: Candidates, other_rows: int = 0, is_ahead: bool = False) -> Plan:
-        """Plans what to draft for the sequences that decode in the coming step.
-
-        `other_rows` rows of prompts are in the same step; see `TreeSizes.plan`.
-        """
+        """Plans what to draft for the sequences that decode in the coming step; see `TreeSizes`."""
         costs = self._costs
         self._is_forced = any(one.forced for one in candidates)
         if costs is None or self._is_forced:
             for one in candidates:
                 one.history.chosen = first_draft(one, len(self.drafts))
             return self._everything(self._limits(candidates))
-        if not other_rows and (again := self._planned(costs, candidates)) is not None:
-            return again
-        costs.context = sum(one.context for one in candidates)
+        again = None if other_rows else self._planned(costs, candidates)
+        self._candidates = candidates
+        return again or self._new_plan(costs, not other_rows, is_ahead)
+
+    def think(self) -> None:
+        """Counts outcomes and renews a plan, while a step waits for its drafts."""
+        costs, most = self._costs, self._config.near_steps // max(len(self._candidates), 1)
+        if costs is None:
+            return
+        if sum(one.learn(most) for one in self._acceptance):
+            self._goodput.renew(self._candidates)
+        # What asking brings changes fast, but a full bank pays for it in any case.
+        is_doubted = self.drafts[0].is_asked_first and not self._bank.is_full
+        is_old = self._unplanned >= self._config.look_seconds or is_doubted
+        if self._held is not None and is_old:
+            self._new_plan(costs, may_try=True, is_ahead=False)
+
+    def _new_plan(self, costs: CostModel, may_try: bool, is_ahead: bool) -> Plan:
         self._unplanned, self._held = 0.0, None
-        batch = len(candidates)
+        candidates, batch = self._candidates, len(self._candidates)
+        costs.context = sum(one.context for one in candidates)
+        for acceptance, kind in zip(self._acceptance, self.drafts, strict=True):
+            if not kind.is_asked_first:
+                acceptance.learn()
         self._bank.look(costs.plain(batch))
         if len(self.drafts) > 1:
             self._goodput.assign(candidates, float(self._bank.has_any))
         limits = self._limits(candidates)
-        may_try = not other_rows
         if not self._is_adaptive:
             chosen = {one.history.chosen for one in candidates}
             self.is_drafting = [number in chosen for number in range(len(self.drafts))]
@@ -144,7 +158,7 @@ class Controller:
         if not any(limits):
             return Plan([0] * batch, 1)
         asked = self._asking.pays(candidates, limits, self.is_drafting)
-        best, beside = self._decide(costs, candidates, limits, asked, may_try)
+        best, beside = self._decide(costs, limits, asked, may_try)
         if may_try:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
@@ -158,23 +172,30 @@ class Controller:
             advantage = max(best.rate * self._bank.step / batch, least)
             if not is_spared and not self._must_check(advantage):
                 nodes, rows = best.nodes, best.rows
-            if may_try and not (self.is_padded or asked or len(self.drafts) > 1):
-                self._held = [id(one.history) for one in candidates], best.nodes, advantage
-        if any(asked.values()) and not self._must_check(self._asking.advantage):
-            for i, one in enumerate(candidates):
-                if asked.get(one.history.chosen):
-                    nodes[i] = limits[i]
+            self._hold(best.nodes, advantage, may_try)
+        if any(asked.values()):
+            self._hold(limits, self._asking.advantage, may_try)
+            if not self._must_check(self._asking.advantage):
+                for i, one in enumerate(candidates):
+                    if asked.get(one.history.chosen):
+                        nodes[i] = limits[i]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
 
+    def _hold(self, nodes: list[int], advantage: float, may_try: bool) -> None:
+        """Keeps a plan for the next steps, since planning takes time."""
+        if may_try and not self.is_padded and len(self.drafts) == 1:
+            self._held = nodes, advantage
+
     def _planned(self, costs: CostModel, candidates: Candidates) -> Plan | None:
-        """Returns the newest plan for the same sequences, since planning takes time."""
+        """Returns the newest plan, if it holds for these sequences."""
         if self._held is None or self._unplanned >= self._config.look_seconds:
             return None
-        histories, nodes, advantage = self._held
-        if histories != [id(one.history) for one in candidates] or not all(
-            one.limit >= min(num, 1) for one, num in zip(candidates, nodes, strict=True)
+        if len(candidates) != len(self._candidates) or any(
+            one.history is not other.history
+            for one, other in zip(candidates, self._candidates, strict=True)
         ):
             return None
+        nodes, advantage = self._held
         if self._must_check(advantage):
             return Plan([0] * len(nodes), 1)
         nodes = [min(num, one.limit) for one, num in zip(candidates, nodes, strict=True)]
@@ -185,46 +206,17 @@ class Controller:
 
         Sequences of other drafts verify `others` nodes.
         """
-        costs = self._costs
-        nodes = [offer.num_nodes for offer in offers]
-        if costs is None or not self._is_adaptive:
-            return nodes
-        batch = len(offers)
-        beside = 0 if costs.table.is_padded else others
-        plain = costs.target(batch, costs.table.plain_rows(batch) + beside)
-        learnt = [one.learn(self._config.near_steps // batch) for one in self._acceptance]
-        if any(learnt):
-            self._trimmed.clear()
-        key = others, *((one.num_nodes, one.confidence, id(one.history)) for one in offers)
-        found = self._trimmed.get(key)
-        if found is None:
-            gains = self._goodput.of_offers(offers)
-            found = self._goodput.worthwhile(gains, batch, beside, plain)
-            self._trimmed[key] = found
-        chosen, seconds = found
-        nodes = [
-            offer.num_nodes if offer.forced else min(num, offer.num_nodes)
-            for offer, num in zip(offers, chosen, strict=True)
-        ]
-        cost = (seconds - plain) * batch / plain / max(sum(nodes), 1)
-        for offer, num in zip(offers, nodes, strict=True):
-            offer.history.cost = num * cost
-            if num == 0 and offer.asked:
-                self._asking.each[offer.history.chosen].brought(offer.history, 0.0)
-        return nodes
+        if self._costs is None or not self._is_adaptive:
+            return [offer.num_nodes for offer in offers]
+        return self._goodput.trim(offers, others)
 
     def _decide(
-        self,
-        costs: CostModel,
-        candidates: Candidates,
-        limits: Sequence[int],
-        asked: dict[int, bool],
-        may_try: bool,
+        self, costs: CostModel, limits: Sequence[int], asked: dict[int, bool], may_try: bool
     ) -> tuple[Best | None, dict[int, list[int]]]:
         """Returns the best nodes of drafts that steps wait for, and the sequences of a trial beside
         steps. Sets `_pays`: whether these nodes pay.
         """
-        bank, config, batch = self._bank, self._config, len(candidates)
+        bank, config, candidates = self._bank, self._config, self._candidates
         groups = {one.history.group for one in candidates}
         used = {one.history.chosen for one in candidates} - set(asked)
         is_start = not any(self.is_drafting[number] for number in used)
@@ -240,7 +232,7 @@ class Controller:
                 bank.lend(is_known)
             # Who leaves must read much to come back.
             stays = config.margin**-2 if is_known else 1.0
-            least = (config.margin if is_start else stays) * batch / bank.step
+            least = (config.margin if is_start else stays) * len(candidates) / bank.step
             self._pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
@@ -300,10 +292,15 @@ class Controller:
         draft: int = 0,
     ) -> None:
         """Records which of a tree's first nodes were right, and how many of these were verified:
-        all where `brought` is None. Outcomes of the self-test do not count.
+        all where `brought` is None. Outcomes of the self-test do not count, nor, for a draft that
+        steps wait for on a CPU, a text's first ones: they are worse than later ones, and show
+        nothing else of texts that are left after them.
         """
         if num_nodes and self._costs is not None and not self._is_forced:
-            self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
+            history.num_drafted += 1
+            is_first = history.num_drafted * len(self._candidates) <= self._config.prior_outcomes
+            if self.is_padded or self.drafts[draft].is_asked_first or not is_first:
+                self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
             if history.cost:
                 gained = len(accepted) if brought is None else brought
                 self._asking.each[draft].brought(history, gained - history.cost)
@@ -326,7 +323,7 @@ class Controller:
         """Ends a trial beside steps, once its outcomes have been recorded."""
         self.has_trial[draft] = False
         if self.keeps_states:
-            self._unplanned = self._config.look_seconds
+            self._unplanned = self._config.forget_seconds
 
     def passes(self, seconds: float) -> bool:
         """Records a plain step briefly if nothing is to be learnt from it.
@@ -343,7 +340,7 @@ class Controller:
             self._passed += seconds  # the next step that is observed counts them too
         else:
             self._changes.passed(seconds)
-            self._bank.plain(seconds, True)
+            self._bank.plain(seconds)
         self._unplanned += seconds
         return True
 
@@ -357,8 +354,6 @@ class Controller:
         changes.passed(step.seconds + wait.lead)
         is_changed = costs.table.is_padded and is_drafted != self._was_drafted
         waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
-        if is_drafted and changes.is_alone(wait):
-            bank.invest(changes.seconds)
         cost = costs.target(batch, step.rows) + waited
         self._was_drafted = is_drafted
         self._unplanned += cost
@@ -368,14 +363,13 @@ class Controller:
         if is_drafted:
             self._since_plain += cost
             if not self._is_forced:
-                bank.invest(costs.reading(wait.unread))
                 is_first = all(self.drafts[n].is_asked_first for n, _ in wait.parts or [(0, wait)])
                 bank.drafted(cost, step.tokens * plain / batch, is_first)
         else:
             self._since_plain = 0.0
             beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)
             beyond *= any(self.has_trial)  # a trial runs beside the step and slows it
-            bank.plain(cost + passed, self.is_suspended, beyond)
+            bank.plain(cost + passed, beyond)
             changes.suspended(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
             acceptance.pass_time(cost + passed)
@@ -389,8 +383,9 @@ class Controller:
     def forget(self, history: DraftHistory) -> None:
         """Drops the state of a sequence that has ended."""
         if self._costs is not None:
-            self._held = None
-            self._trimmed.clear()
+            self._goodput.renew(())
+            if not self.is_padded:
+                self._unplanned += self._config.forget_seconds / self._config.seen_enough
             for number, acceptance in enumerate(self._acceptance):
                 acceptance.forget(history, number)
 

@@ -4,7 +4,7 @@ goodput(draft, size) = expected tokens of a step / (target's seconds + draft's s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from verify_service.controller.changes import Changes
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import Candidates, DraftKind, Offer
+from verify_service.controller.tables import Choices
 
 
 class Best(NamedTuple):
@@ -54,13 +55,11 @@ class Goodput:
     changes: Changes
     config: ControllerConfig
     bins: SizeBins
+    # What is worth verifying of proposals, until outcomes are counted.
+    _trimmed: dict[tuple[object, ...], tuple[list[int], float]] = field(default_factory=dict)
 
     def best(
-        self,
-        candidates: Candidates,
-        limits: Sequence[int],
-        deviations: float,
-        was_drafted: bool,
+        self, candidates: Candidates, limits: Sequence[int], deviations: float, was_drafted: bool
     ) -> Best | None:
         """Returns the best set of nodes of drafts that steps wait for; None without such drafts.
 
@@ -91,7 +90,7 @@ class Goodput:
         if any(kind.is_beside for _, kind, _ in kinds):
             seconds = self.changes.burdened(seconds, not was_drafted)
         rates = (batch + choices.added) / seconds
-        index = int(np.argmax(rates))
+        index = self._best_of(rates, choices)
         nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
         rows = int(choices.rows[index]) if costs.table.is_padded else 1 + max(nodes)
         return Best(float(rates[index]), nodes, rows, float(choices.added[index]))
@@ -146,42 +145,90 @@ class Goodput:
                 if offer.num_nodes and max(offer.history.chosen, 0) == number
             ]
             if own:
-                rows = _rows(acceptance, number, [offers[i] for i in own])
-                gains[own] = acceptance.known_gains(*rows)
+                rows, pools = _rows(acceptance, number, [offers[i] for i in own])
+                gains[own] = acceptance.gains(rows, pools)
         return self._within(gains, [offer.num_nodes for offer in offers])
 
+    def trim(self, offers: Sequence[Offer], others: int) -> list[int]:
+        """Returns how many nodes of each proposal to verify; see `Controller.trim`."""
+        batch, is_padded = len(offers), self.costs.table.is_padded
+        chosen, plain = self._trim(offers, 0 if is_padded else others)
+        pairs = zip(offers, chosen, strict=True)
+        nodes = [one.num_nodes if one.forced else min(num, one.num_nodes) for one, num in pairs]
+        rows = 1 + max(nodes) if is_padded else batch + others + sum(nodes)
+        cost = (self.costs.target(batch, rows) - plain) * batch / plain / max(sum(nodes), 1)
+        for offer, num in zip(offers, nodes, strict=True):
+            offer.history.cost = num * cost
+            if num == 0 and offer.asked:
+                self.asking[offer.history.chosen].brought(offer.history, 0.0)
+        return nodes
+
+    def renew(self, candidates: Candidates) -> None:
+        """Forgets what is known of proposals; prepares it anew for a single sequence."""
+        self._trimmed.clear()
+        if len(candidates) == 1 and not self.costs.table.is_padded:
+            history = candidates[0].history
+            for _, confidence in history.tracks:
+                self._trim([Offer(history, self.bins.sizes[-1], confidence)], 0)
+
+    def _trim(self, offers: Sequence[Offer], others: int) -> tuple[list[int], float]:
+        """Returns how many nodes of each proposal are worth verifying, which may be more than it
+        has, and the target's seconds without them.
+        """
+        costs, batch = self.costs, len(offers)
+        if batch == 1 and offers[0].num_nodes and not costs.table.is_padded:
+            offers = [offers[0]._replace(num_nodes=self.bins.sizes[-1])]  # one result for all
+        key = others, *((one.num_nodes, one.confidence, id(one.history)) for one in offers)
+        if key not in self._trimmed:
+            plain = costs.target(batch, costs.table.plain_rows(batch) + others)
+            numbers = {max(one.history.chosen, 0) for one in offers if one.asked}
+            wait = max((costs.draft(number, batch, 1) for number in numbers), default=0.0)
+            nodes = self.worthwhile(self.of_offers(offers), batch, others, plain, wait)
+            self._trimmed[key] = nodes, plain
+        return self._trimmed[key]
+
     def worthwhile(
-        self, gains: Array, batch: int, others: int, plain: float
-    ) -> tuple[list[int], float]:
-        """Returns the number of nodes of each proposal that are worth verifying, and the step's
-        seconds with them.
+        self, gains: Array, batch: int, others: int, plain: float, wait: float = 0.0
+    ) -> list[int]:
+        """Returns the number of nodes of each proposal that are worth verifying.
 
         Args:
             gains: Expected accepted nodes by sequence and bin, of all or some sequences.
             batch: Number of sequences of the step.
             others: Number of rows beside theirs.
-            plain: Seconds of the step without these nodes.
+            plain: Seconds of the target without these nodes.
+            wait: Seconds that the step has waited for the proposals. They are spent, but the more a
+                step takes, the less is a row's time beside what its node may bring.
         """
         choices = self.costs.table.choices(gains, self.bins, self.bins.sizes[-1], others)
         if len(choices.added):
-            seconds = self.costs.targets(batch, choices.rows)
-            rates = (batch + choices.added) / seconds
-            index = int(np.argmax(rates))
-            if rates[index] > batch / plain:
-                return choices.nodes(index), float(seconds[index])
-        return [0] * len(gains), plain
+            rates = (batch + choices.added) / (self.costs.targets(batch, choices.rows) + wait)
+            index = self._best_of(rates, choices)
+            if rates[index] > batch / (plain + wait):
+                return choices.nodes(index)
+        return [0] * len(gains)
 
     def judge(self, offer: Offer, draft: int, right: Sequence[int], batch: int) -> float:
         """Returns the tokens that verifying a proposal would have brought, less the cost of the
         verification in tokens.
         """
         costs, acceptance = self.costs, self.acceptance[draft]
-        gains = acceptance.gains(*_rows(acceptance, draft, [offer]))
-        plain = costs.plain(batch)
-        beside = 0 if costs.table.is_padded else batch - 1
-        within = self._within(gains, [offer.num_nodes])
-        nodes, seconds = self.worthwhile(within, batch, beside, plain)
-        return sum(node < nodes[0] for node in right) - (seconds - plain) * batch / plain
+        rows, pools = _rows(acceptance, draft, [offer])
+        gains = self._within(acceptance.gains(rows, pools), [offer.num_nodes])
+        plain, is_padded = costs.plain(batch), costs.table.is_padded
+        [nodes] = self.worthwhile(gains, batch, 0 if is_padded else batch - 1, plain)
+        seconds = costs.target(batch, nodes + (1 if is_padded else batch))
+        return sum(node < nodes for node in right) - (seconds - plain) * batch / plain
+
+    def _best_of(self, rates: Array, choices: Choices) -> int:
+        """Returns the index of the choice with the highest rate; on a CPU the largest of those that
+        are nearly as good: it shows most, and chances deep in trees are learnt from few outcomes.
+        """
+        best = int(np.argmax(rates))
+        if self.costs.table.is_padded:
+            return best
+        near = np.flatnonzero(self.config.margin * rates >= rates[best])
+        return int(near[np.argmax(choices.added[near])])
 
     def _gains(
         self, candidates: Candidates, limits: Sequence[int], deviations: float
@@ -229,9 +276,7 @@ class Goodput:
         return found
 
 
-def _rows(
-    acceptance: Acceptance, number: int, offers: Sequence[Offer]
-) -> tuple[list[int], list[int]]:
+def _rows(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> list[list[int]]:
     """Returns the rows and pools of proposals, for `Acceptance.gains`."""
     rows = [acceptance.row(one.history, number, one.confidence) for one in offers]
-    return rows, [acceptance.pool(one.history, one.confidence) for one in offers]
+    return [rows, [acceptance.pool(one.history, one.confidence) for one in offers]]

@@ -20,6 +20,7 @@ class DraftHistory:
         asked: For each draft that is asked first, the tokens that asking brought and the number of
             times, old ones counting less.
         cost: Cost of verifying the current proposal, in tokens of plain decoding.
+        num_drafted: Number of its steps with drafts.
     """
 
     group: int = 0
@@ -27,6 +28,7 @@ class DraftHistory:
     tracks: dict[tuple[int, int], int] = field(default_factory=dict)
     asked: dict[int, tuple[float, float]] = field(default_factory=dict)
     cost: float = 0.0
+    num_drafted: int = 0
 
 
 class Candidate(NamedTuple):

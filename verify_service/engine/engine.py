@@ -226,14 +226,15 @@ class Engine:
 
     def _wait_for_work(self) -> None:
         self._gauges.publish(self._steps.has_work)
-        if self._start_self_test():
-            self._is_checked = False
+        if self._start_self_test(is_quiet=False):
             return
         if self._inbox.empty() and self._executor.prepare():
             return
         try:
             asked = self._inbox.get(timeout=IDLE_SECONDS)
         except queue.Empty:
+            if self._start_self_test(is_quiet=True):
+                return
             if not self._is_checked:  # looks at every page: 50 ms for 60,000
                 self._scheduler.check_integrity()
                 self._is_checked = True
@@ -241,16 +242,17 @@ class Engine:
         self._is_checked = False
         asked()
 
-    def _start_self_test(self) -> bool:
+    def _start_self_test(self, is_quiet: bool) -> bool:
         """Adds the requests of a self-test if one is due; returns whether one has started."""
         for test in self._self_tests:
-            probes = test.due(self._drafts.epoch_of(test.draft))
+            probes = test.due(self._drafts.epoch_of(test.draft), is_quiet)
             for probe in probes:
                 with self._submit_lock:
                     self._num_submitted += 1
                     number = self._num_submitted
                 self._add(number, probe)
             if probes:
+                self._is_checked = False
                 return True
         return False
 

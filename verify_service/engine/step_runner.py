@@ -169,7 +169,14 @@ class StepRunner:
             return NO_PROPOSALS
         requests = [DraftRequest(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         extending = [chunk.seq for chunk in plan.prefill]
-        return self._drafts.propose(requests, extending, meanwhile=self._emit)
+        waits = any(one.max_nodes for one in requests)
+        return self._drafts.propose(requests, extending, self._work if waits else self._emit)
+
+    def _work(self) -> None:
+        """Does what can be done while drafts work."""
+        time.sleep(0)  # the thread that sends them the request needs the interpreter first
+        self._emit()
+        self._sizes.think()
 
     def _batch(self, plan: StepPlan, proposals: Proposals) -> list[VerifyRows]:
         """Returns the sequences to choose tokens for: decoding ones, then ends of prompts."""

@@ -73,6 +73,8 @@ class TreeSizes:
         self._trials: dict[int, list[Trial] | None] = {}
         self._is_resumed = True  # whether drafts were told anything but that they are suspended
         self._num_changes = [0] * len(self._each)
+        self._is_probing = False  # whether the newest plan was for the engine's own requests
+        self._newest: Observed | None = None  # a step that the controller was not told of yet
         # By draft: extra tokens that it reads in the newest step that the host begins.
         self._unread = [0] * len(self._each)
 
@@ -106,6 +108,9 @@ class TreeSizes:
                 is_asked_first=is_first, is_beside=controller.is_padded and not is_first
             )
         candidates = [self._candidate(one, available) for one in sequences]
+        self._is_probing = any(one.forced for one in candidates)
+        if self._is_probing:
+            self.think()
         plan = controller.plan(candidates, other_rows, is_ahead)
         if not is_ahead:
             self._unread = controller.unread(candidates, plan.nodes)
@@ -249,11 +254,25 @@ class TreeSizes:
 
         `num_rows` counts the rows of all sequences; see `Observed` for the other arguments.
         """
+        self._tell()
         controller = self.controller
         if not self._each or controller.passes(seconds + wait.lead):
             return
         rows = num_rows // batch if controller.is_padded else num_rows
-        controller.observe(Observed(batch, rows, seconds, tokens, wait))
+        self._newest = Observed(batch, rows, seconds, tokens, wait)
+        # The next step with drafts waits for them, which is time to learn from this one.
+        if self._is_probing or controller.is_padded or not wait.levels:
+            self._tell()
+
+    def think(self) -> None:
+        """Does the work of the controller that can be done while a step waits for its drafts."""
+        self._tell()
+        self.controller.think()
+
+    def _tell(self) -> None:
+        if self._newest is not None:
+            step, self._newest = self._newest, None
+            self.controller.observe(step)
 
     def interrupted(self, wait: Wait) -> None:
         """Records a step with prompts."""

@@ -14,6 +14,7 @@ LASTING = ControllerConfig(pool_memory=1e12, own_memory=1e12)
 
 def gains(acceptance: Acceptance, history: DraftHistory, confidence: int = 0) -> list[float]:
     row, pool = acceptance.row(history, 0, confidence), acceptance.pool(history, confidence)
+    acceptance.learn()
     found: list[float] = acceptance.gains([row], [pool])[0].tolist()
     return found
 
@@ -35,7 +36,7 @@ def test_estimates_are_the_posteriors_of_each_depth_given_the_one_before_it() ->
     for i, (size, right) in enumerate(outcomes):
         history = one if i < 20 else DraftHistory()
         acceptance.record(history, 0, size, range(right), 0)
-        acceptance.gains([0], [0])  # outcomes come one by one
+        acceptance.learn()  # outcomes come one by one
     first = config.prior_chance
     prior, path = config.prior_outcomes, 1.0
     for depth, gain in enumerate(gains(acceptance, one)):
@@ -57,7 +58,7 @@ def test_what_is_expected_comes_from_the_sequence_and_before_that_from_others() 
     for _ in range(60):
         acceptance.record(good, 0, 7, [0, 1, 2], 0)
         acceptance.record(bad, 0, 7, [], 0)
-        acceptance.gains([0], [0])
+        acceptance.learn()
     assert gains(acceptance, good) == pytest.approx([1.0, 2.0, 0.0], abs=0.25)
     assert sum(gains(acceptance, bad)) < 0.25
     assert gains(acceptance, DraftHistory())[0] == pytest.approx(0.5, abs=0.1)
@@ -77,7 +78,7 @@ def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
     for right in [[0, 1, 2]] * 40 + [[]]:
         for history in histories:
             acceptance.record(history, 0, 3, right, 0)
-        acceptance.gains([0], [0])
+        acceptance.learn()
     assert sum(gains(acceptance, histories[0])) < 1.0
 
 
@@ -85,6 +86,7 @@ def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little
     acceptance = Acceptance(SizeBins([1]))
     for _ in range(100):
         acceptance.record(DraftHistory(), 0, 1, [], 0)
+    acceptance.learn()
     low = acceptance.gains([0], [0])[0, 0]
     assert acceptance.gains([0], [0], True)[0, 0] == low  # enough was seen
     for _ in range(100):

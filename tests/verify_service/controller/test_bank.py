@@ -18,7 +18,7 @@ def test_a_bank_that_is_empty_pays_for_no_optimism_until_it_holds_what_a_step_ma
     assert not bank.has_any
     count = 0
     while not bank.has_any and count < 400:
-        bank.plain(STEP, True)
+        bank.plain(STEP)
         bank.look(STEP)
         count += 1
     # 0.88 steps are missing, and a step may lose one: a hundredth of a step comes with each.
@@ -30,11 +30,11 @@ def test_a_bank_owes_a_step_at_most() -> None:
     bank.pay(30 * STEP)
     assert bank.is_suspended
     for _ in range(198):
-        bank.plain(STEP, True)
+        bank.plain(STEP)
         bank.look(STEP)
     assert bank.is_suspended  # it owed a step, and must hold one
     for _ in range(4):
-        bank.plain(STEP, True)
+        bank.plain(STEP)
         bank.look(STEP)
     assert bank.has_any
 
@@ -45,7 +45,7 @@ def test_a_credit_pays_for_the_first_trials_once() -> None:
     bank.pay(11.9 * STEP)  # a full bank and twice as much on credit
     assert bank.has_any
     for _ in range(10000):
-        bank.plain(STEP, True)
+        bank.plain(STEP)
     bank.lend(False)
     assert bank.affords(3.9 * STEP)
     bank.pay(STEP)
@@ -60,20 +60,6 @@ def test_a_credit_ends_once_it_is_known_what_drafts_bring() -> None:
     assert bank.has_any
     bank.pay(0.2 * STEP)
     assert not bank.has_any
-
-
-def test_what_it_took_to_begin_is_paid_by_gains_or_when_drafting_ends() -> None:
-    bank = Bank(CONFIG, STEP)
-    bank.invest(1.5 * STEP)
-    bank.invest(0.5 * STEP)
-    bank.drafted(STEP, 2.5 * STEP, False)  # gains a step and a half
-    assert bank.is_full
-    bank.plain(STEP, False)  # shows what plain steps take
-    assert bank.is_full
-    bank.plain(STEP, True)
-    assert not bank.is_full
-    assert bank.affords(3.49 * STEP)
-    assert not bank.affords(3.52 * STEP)
 
 
 def test_it_holds_steps_of_as_many_sequences_as_there_are() -> None:
@@ -92,5 +78,5 @@ def test_gains_of_a_draft_that_is_asked_first_pay_for_many_proposals_that_bring_
         for _ in range(30):
             bank.drafted(1.3 * STEP, STEP, is_first)
         assert bank.has_any is is_first
-        bank.plain(STEP, True)  # what plain steps add does not count beyond a full bank
+        bank.plain(STEP)  # what plain steps add does not count beyond a full bank
         assert not bank.is_full or is_first

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 
 from foredraft.telemetry.metrics import value
-from foredraft.types import SamplingParams
+from foredraft.types import FinishReason, SamplingParams
 from testing.checkpoints import make_checkpoint
 from testing.engines import Harness, Job, running_engine
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.stack import eventually
 from testing.tiny_tokenizers import byte_level, save
-from verify_service.engine.self_test import TEXTS, built_in_prompts
+from verify_service.engine.self_test import TEXTS, SelfTest, built_in_prompts
+from verify_service.outputs import Finish, Load, StepOutput
 
 COUNTERS = (
     "foredraft_generation_tokens_total",
@@ -82,6 +83,19 @@ def test_clients_come_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         eventually(lambda: "self-test: accept length" in caplog.text)
         harness.run([Job([5, 6, 7], sampling)])
     assert caplog.text.count("self-test") == 1
+
+
+def test_an_interrupted_test_waits_until_the_engine_has_idled() -> None:
+    """Or it would begin, and be cancelled, between any two requests of a client."""
+    test = SelfTest([[1, 2]], lambda _: None)
+    [probe] = test.due(1, is_quiet=False)
+    assert test.interrupt()
+    cancelled = StepOutput(0, finish=Finish(FinishReason.CANCELLED))
+    probe.sink([cancelled], Load(0, 0, 1, 1, True))
+    assert not test.due(1, is_quiet=False)
+    assert test.due(1, is_quiet=True)
+    probe.sink([cancelled], Load(0, 0, 1, 1, True))
+    assert test.due(2, is_quiet=False)  # another attach
 
 
 def test_prompts_are_the_targets_tokens(tmp_path: Path) -> None:
