@@ -171,7 +171,7 @@ def _norm(
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
         COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
         ROUNDS=0 if rounds is None else rounds or 1, num_warps=min(16, max(1, block // 512)),
-        **overlapped(x.device),
+        **overlapped(x.device, reader is not None and reader.loads_early),
     )  # fmt: skip
 
 
@@ -202,6 +202,7 @@ def rotate_and_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
+    at_once: bool = False,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to the cache.
 
@@ -214,6 +215,7 @@ def rotate_and_store(
         keys, values: [num_kv_heads, slots, head_dim], one layer of the cache.
         slots: int64 [rows], KV slots.
         scales: Divisors of keys and values in a cache of 8-bit floats; see `PagedKV`.
+        at_once: See `kernel_launch.overlapped`.
 
     Returns:
         The queries, a view of `heads`.
@@ -235,7 +237,7 @@ def rotate_and_store(
             BLOCK_D=power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
-            **overlapped(heads.device),
+            **overlapped(heads.device, at_once),
         )  # fmt: skip
     return heads[:, :num_heads]
 

@@ -122,6 +122,7 @@ def rotate_and_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
+    at_once: bool = False,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to a cache of float32,

@@ -56,6 +56,7 @@ class RowKernels(Protocol):
         values: torch.Tensor,
         slots: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
+        at_once: bool = False,
     ) -> torch.Tensor: ...
     def gated(self, both: torch.Tensor, kind: str) -> torch.Tensor: ...
 

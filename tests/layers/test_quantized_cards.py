@@ -32,9 +32,9 @@ INPUTS = 1024
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A card that the launches are for."""
     able = {"launch_pdl": request.param >= 90, "DEPENDENT": request.param >= 90}
-    monkeypatch.setattr(kernel_launch, "overlapped", lambda device: able)
+    monkeypatch.setattr(kernel_launch, "overlapped", lambda device, at_once=False: able)
     for module in (fp8_cuda, words_cuda, exact_gemm):
-        monkeypatch.setattr(module, "overlapped", lambda device: able)
+        monkeypatch.setattr(module, "overlapped", lambda device, at_once=False: able)
     monkeypatch.setattr(words_cuda, "shared_memory", lambda device: SHARED[request.param])
     return request.param
 

@@ -1,0 +1,111 @@
+"""Multiplies weights of 4 bits with few rows by the kernel of `words.cu`, which gives the bits of
+`words_kernels`.
+"""
+
+import functools
+
+import torch
+
+from foredraft.layers import cuda_programs
+from foredraft.layers.linear import Linear
+
+MOST_ROWS = 8
+_UNIT = 32  # words of a unit
+_GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
+_TILE = 16  # outputs of a warp
+_MOST_WARPS = 16  # of a block
+# Units in registers; the larger number for blocks of so few warps, where units are enough.
+_AHEAD, _FAR_AHEAD, _FEW_WARPS = 4, 7, 8
+_ROOM = 227 * 1024  # bytes of shared memory of a block
+
+_PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
+
+
+def takes(device: torch.device, dtype: torch.dtype, inputs: int, group: int, unit: int) -> bool:
+    """Returns whether `multiply` takes matrices of a form.
+
+    Args:
+        dtype: Type of x.
+        group: Inputs that share factors.
+        unit: Words of a unit, see `words_kernels`.
+    """
+    return (
+        dtype == torch.bfloat16
+        and unit == _UNIT
+        and (group in _GROUPS or group == inputs)
+        and cuda_programs.are_supported(device)
+    )
+
+
+def supports(rows: int, outputs: int) -> bool:
+    """Returns whether `multiply` takes so many rows of x, and outputs of the result."""
+    return rows <= MOST_ROWS and outputs % _TILE == 0
+
+
+def multiply(
+    linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool
+) -> torch.Tensor | None:
+    """Computes x W^T + b, or with `gated` silu(first half of the outputs) * second half.
+
+    Returns None where the kernel cannot be had.
+
+    Args:
+        linear: Layer with the words and factors of `WordsMethod`.
+        x: [rows, inputs].
+        group: Inputs that share factors.
+        parts: Number of parts of the inputs.
+    """
+    rows, inputs = x.shape
+    outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+    is_channel = group not in _GROUPS
+    halves = 2 if gated else 1
+    own = _tiles(outputs // _TILE, parts * halves, x.device)
+    warps = own * parts * halves
+    ahead = _AHEAD
+    is_long = inputs // (parts * _UNIT * 8) >= _FAR_AHEAD
+    if warps <= _FEW_WARPS and is_long and _shared_bytes(rows, parts, warps, _FAR_AHEAD) <= _ROOM:
+        ahead = _FAR_AHEAD
+    constants = {
+        "PARTS": parts, "TILES": own * halves, "GATED": int(gated),
+        "GROUPS": 1 if is_channel else _UNIT * 8 // group, "CHANNEL": int(is_channel),
+        "AHEAD": ahead, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
+    }  # fmt: skip
+    shared_bytes = _shared_bytes(rows, parts, warps, ahead)
+    if not _PROGRAM.is_ready(constants, shared_bytes):
+        return None
+    out = x.new_empty((rows, outputs))
+    _PROGRAM.launch(
+        constants, -(-outputs // (_TILE * own)), warps * 32, shared_bytes,
+        (
+            x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
+            rows, outputs, inputs // 8,
+        ),
+    )  # fmt: skip
+    return out
+
+
+def _shared_bytes(rows: int, parts: int, warps: int, ahead: int) -> int:
+    """Returns the bytes of shared memory of a block: rows of x of the units of each part that are
+    computed and those that come next, and the sums of its warps.
+    """
+    return 2 * rows * (parts * ahead * 512 + 16) + warps * rows * _TILE * 4
+
+
+def _tiles(count: int, warps: int, device: torch.device) -> int:
+    """Returns the number of tiles of a block, so that each multiprocessor has one block if it can.
+
+    Blocks that start before the kernel ahead has ended go where there is room: with several for
+    some multiprocessors all would go to a few.
+
+    Args:
+        count: Number of tiles of all blocks.
+        warps: Number of warps that a tile takes.
+    """
+    return max(1, min(-(-count // _multiprocessors(device)), _MOST_WARPS // warps))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
