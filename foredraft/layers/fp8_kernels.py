@@ -4,7 +4,6 @@
 import triton
 import triton.language as tl
 
-from foredraft.launch_kernels import await_kernel_before
 from foredraft.layers.triton_kernels import rounded, silu_times
 
 
@@ -136,7 +135,8 @@ def quantize_rows(
     parts = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     k = tl.arange(0, BLOCK)
     if DEPENDENT:
-        await_kernel_before(DEPENDENT)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     is_part = parts < inputs // size
     columns = row.to(tl.int64) * inputs + (parts * size)[:, None] + k[None, :]
     mask = is_part[:, None] & (k < size)[None, :]
