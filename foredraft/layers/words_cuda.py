@@ -24,6 +24,7 @@ _MANY = 6144  # outputs from which on programs of twice as many are faster
 _PART_MULTIPLE = (
     128  # inputs of a part are a multiple of this: tiles of dequantised weights are whole
 )
+_TILE = 16  # outputs that lie together
 _H200_SHARED = 232448
 
 
@@ -32,8 +33,8 @@ class WordsMethod(LinearMethod):
 
     `words_kernels` describes their order.
 
-    Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` float32 [groups,
-    outputs], or with 4 bits int32 [groups, outputs], which hold zero points too.
+    Parameters of the layer: `weight` int32 [tiles, inputs * bits / 256, 16, 8]; `scales` float32
+    [tiles, groups, 16], or with 4 bits int32, which hold zero points too.
     """
 
     is_exact = True
@@ -67,18 +68,18 @@ class WordsMethod(LinearMethod):
         words = units[:, :, 0].int()
         for plane in range(1, planes):
             words |= units[:, :, plane].int() << bits * plane
-        linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
-        scales = matrix.scales.t()
+        linear.weight = _parameter(_in_tiles(words.view(num_outputs, -1, 8)))
+        scales = matrix.scales
         if bits == 8:
-            linear.scales = _parameter(scales.contiguous().float())
+            linear.scales = _parameter(_in_tiles(scales.float()))
             return
         assert matrix.zeros is not None
         base = 1024 if self._dtype == torch.float16 else 128
-        zeros = -(matrix.zeros.t().float() + base)
+        zeros = -(matrix.zeros.float() + base)
         low, high = (
             half.to(self._dtype).contiguous().view(torch.int16).int() for half in (scales, zeros)
         )
-        linear.scales = _parameter(low & 0xFFFF | high << 16)
+        linear.scales = _parameter(_in_tiles(low & 0xFFFF | high << 16))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -93,7 +94,7 @@ class WordsMethod(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import words_kernels as kernels
 
-        rows, words = x.shape[0], linear.weight.shape[1]
+        rows, words = x.shape[0], linear.num_inputs * self._bits // 32
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = x.new_empty((rows, outputs))
         is_few = self._is_few(rows)
@@ -171,6 +172,16 @@ class WordsMethod(LinearMethod):
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def _in_tiles(lines: torch.Tensor) -> torch.Tensor:
+    """Turns numbers of outputs [outputs, n, ...] into [tiles, n, 16, ...]; the last tile ends in
+    zeros.
+    """
+    num_outputs = len(lines)
+    tiles = lines.new_zeros((-(-num_outputs // _TILE) * _TILE, *lines.shape[1:]))
+    tiles[:num_outputs] = lines
+    return tiles.view(-1, _TILE, *lines.shape[1:]).transpose(1, 2)
 
 
 def _fits_registers(x: torch.Tensor) -> bool:

@@ -3,6 +3,9 @@
 A unit is UNIT words of an output: bits BITS * j of word i are input j * UNIT + i of the unit. So
 each plane j of a unit is a product of its own. The inputs are cut into PARTS; each part is summed
 up in its order, then the parts in theirs.
+
+Words of 16 outputs lie together, int32 [tiles, words / 8, 16, 8], so that 16 outputs are read from
+one piece of memory; so do their factors, [tiles, groups, 16].
 """
 
 # mypy: ignore-errors
@@ -85,6 +88,12 @@ def _factors(ptr, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _word_offsets(outputs, word):
+    """Offsets of the words of some outputs, less 16 times the number of words of all their tiles."""
+    return outputs % 16 * 8 + word // 8 * 128 + word % 8
+
+
+@triton.jit
 def _store(
     acc, bias_ptr, out_ptr, source, first_n, m, rows, outputs,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -113,8 +122,8 @@ def multiply_few(
     With GATED, silu of the first half of W's outputs is multiplied by the second half.
 
     Args:
-        factors_ptr: Of 4 bits int32 [groups, outputs]: the scale, and above it -(base + zero
-            point), as 16-bit floats; of 8 bits float32 scales [groups, outputs].
+        factors_ptr: Of 4 bits int32: the scale, and above it -(base + zero point), as 16-bit
+            floats; of 8 bits float32 scales.
         words: Words of an output.
         GROUP: Inputs that share factors; 0 for all.
     """
@@ -127,16 +136,19 @@ def multiply_few(
     first_n = tl.program_id(0) * BLOCK_N
     n = first_n + line % BLOCK_N
     source = tl.where(n < outputs, n, 0) + line // BLOCK_N * outputs
-    all_outputs = outputs * 2 if GATED else outputs
     share = words // PARTS
     part = tl.arange(0, PARTS)[:, None]
-    w = w_ptr + source.to(tl.int64)[None, :, None] * words + (part * share)[:, :, None] + k
+    w = w_ptr + (source // 16).to(tl.int64)[None, :, None] * (16 * words)
+    w += _word_offsets(source[None, :, None], (part * share)[:, :, None] + k)
     x = x_ptr + m.to(tl.int64)[None, :, None] * (words * PLANES)
     x = x + (part * (share * PLANES))[:, :, None] + k
     in_m = (m < rows)[None, :, None]
-    factors = factors_ptr + source[None, :] + part * 0
+    factors = factors_ptr + (source % 16)[None, :] + part * 0
     if GROUP > 0:
-        factors += part * (share * PLANES // GROUP) * all_outputs
+        groups = words * PLANES // GROUP
+        factors += (source // 16)[None, :] * (groups * 16) + part * (groups // PARTS * 16)
+    else:
+        factors += (source // 16)[None, :] * 16
     acc = tl.zeros([PARTS, LINES, BLOCK_M], tl.float32)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -144,11 +156,11 @@ def multiply_few(
     if GROUP == 0:
         zeros, scales = _factors(factors, ASM, BITS, TYPE)
     for start in range(0, share, UNIT):
-        tile = tl.load(w + start)
+        tile = tl.load(w + start * 16)
         for plane in tl.static_range(PLANES):
             if GROUP > 0 and plane * UNIT % GROUP == 0:
                 group = start * PLANES // GROUP + plane * UNIT // GROUP
-                zeros, scales = _factors(factors + group * all_outputs, ASM, BITS, TYPE)
+                zeros, scales = _factors(factors + group * 16, ASM, BITS, TYPE)
             columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
             weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
             acc = tl.dot(weights, tl.trans(columns, (0, 2, 1)), acc)
@@ -187,9 +199,13 @@ def multiply_some(
     first_n = tl.program_id(1) * BLOCK_N
     n = first_n + line % BLOCK_N
     source = tl.where(n < outputs, n, 0) + line // BLOCK_N * outputs
-    all_outputs = outputs * 2 if GATED else outputs
     share = words // PARTS
-    w = w_ptr + source.to(tl.int64)[:, None] * words + k
+    w = w_ptr + (source // 16).to(tl.int64)[:, None] * (16 * words)
+    w += _word_offsets(source[:, None], k)
+    groups = 1
+    if GROUP > 0:
+        groups = words * PLANES // GROUP
+    factors = factors_ptr + source // 16 * (groups * 16) + source % 16
     x = x_ptr + m.to(tl.int64)[:, None] * (words * PLANES) + k
     in_m = (m < rows)[:, None]
     total = tl.zeros([LINES, BLOCK_M], tl.float32)
@@ -197,16 +213,15 @@ def multiply_some(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if GROUP == 0:
-        zeros, scales = _factors(factors_ptr + source, ASM, BITS, TYPE)
+        zeros, scales = _factors(factors, ASM, BITS, TYPE)
     for part in range(PARTS):
         acc = tl.zeros([LINES, BLOCK_M], tl.float32)
         for start in range(part * share, (part + 1) * share, UNIT):
-            tile = tl.load(w + start)
+            tile = tl.load(w + start * 16)
             for plane in tl.static_range(PLANES):
                 if GROUP > 0 and plane * UNIT % GROUP == 0:
                     group = start * PLANES // GROUP + plane * UNIT // GROUP
-                    factors = factors_ptr + source + group * all_outputs
-                    zeros, scales = _factors(factors, ASM, BITS, TYPE)
+                    zeros, scales = _factors(factors + group * 16, ASM, BITS, TYPE)
                 columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
                 weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
                 acc = tl.dot(weights, tl.trans(columns), acc)
@@ -229,11 +244,14 @@ def dequantize_words(
     safe_n = tl.where(n < outputs, n, 0)
     PLANES: tl.constexpr = 32 // BITS
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    start = tl.program_id(1) * PLANES * UNIT
-    rows = safe_n.to(tl.int64)[:, None]
-    words = tl.load(w_ptr + rows * (inputs // PLANES) + start // PLANES + k[None, :])
+    first_word = tl.program_id(1) * UNIT
+    tiles = (safe_n // 16).to(tl.int64)
+    words = w_ptr + tiles[:, None] * (inputs // PLANES * 16)
+    words = tl.load(words + _word_offsets(safe_n[:, None], first_word + k[None, :]))
+    out = out_ptr + safe_n.to(tl.int64)[:, None] * inputs + first_word * PLANES + k[None, :]
+    factors = factors_ptr + tiles * (inputs // GROUP * 16) + safe_n % 16
     for plane in tl.static_range(PLANES):
-        group = start // GROUP + plane * UNIT // GROUP
-        zeros, scales = _factors(factors_ptr + group * outputs + safe_n, False, BITS, TYPE)
+        group = first_word * PLANES // GROUP + plane * UNIT // GROUP
+        zeros, scales = _factors(factors + group * 16, False, BITS, TYPE)
         tile = _plane(words, zeros, scales, plane, BITS, TYPE, False)
-        tl.store(out_ptr + rows * inputs + start + plane * UNIT + k[None, :], tile, mask=in_n)
+        tl.store(out + plane * UNIT, tile, mask=in_n)
