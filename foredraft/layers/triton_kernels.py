@@ -49,8 +49,11 @@ def norm(
     if POST:
         post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
     if DEPENDENT:
+        if DEPENDENT == 2:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if DEPENDENT == 1:
+            tl.extra.cuda.gdc_launch_dependents()
     source = row
     if PICKS:
         source = tl.load(picked_ptr + row)
@@ -154,8 +157,11 @@ def rotate_and_store(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if DEPENDENT:
+        if DEPENDENT == 2:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if DEPENDENT == 1:
+            tl.extra.cuda.gdc_launch_dependents()
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, BLOCK_D)
     is_column = (columns < half)[None, :]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import exact_gemm
+from foredraft.layers import exact_gemm, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
@@ -96,6 +96,9 @@ class WordsMethod(LinearMethod):
 
         rows, words = x.shape[0], linear.num_inputs * self._bits // 32
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+        cuts = self._group, self._unit, self._parts
+        if self._bits == 4 and words_native.supports(x, outputs, *cuts):
+            return words_native.multiply(linear, x, self._group, self._parts, gated)
         out = x.new_empty((rows, outputs))
         is_few = self._is_few(rows)
         block_m, block_n, warps, stages = self._tile(rows, outputs, gated)
@@ -108,7 +111,7 @@ class WordsMethod(LinearMethod):
             rows, outputs, words, BITS=self._bits,
             GROUP=0 if self._group == linear.num_inputs else self._group, UNIT=self._unit,
             PARTS=self._parts, HAS_BIAS=linear.bias is not None, GATED=gated, BLOCK_N=block_n,
-            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, num_warps=warps,
+            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, AHEAD=self._ahead(is_few), num_warps=warps,
             num_stages=stages, **overlapped(x.device),
         )  # fmt: skip
         return out
@@ -134,6 +137,9 @@ class WordsMethod(LinearMethod):
         if rows <= 128:
             return 32 if rows <= 64 else 64, 64, 4, 3
         return 128 if rows > 256 or outputs >= _MANY else 64, 128, 8, 3
+
+    def _ahead(self, is_few: bool) -> int:
+        return 0
 
     def _fitting(self, stages: int, lines: int, rows: int, block_m: int, room: int) -> int:
         """Limits the number of stages to what shared memory holds.

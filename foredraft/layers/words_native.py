@@ -1,0 +1,100 @@
+"""Multiplies weights of 4 bits with few rows by the kernel of `words.cu`, which gives the bits of
+`words_kernels`.
+"""
+
+import functools
+
+import torch
+
+from foredraft.layers import cuda_programs
+from foredraft.layers.linear import Linear
+
+MOST_ROWS = 8
+_UNIT = 32  # words of a unit
+_GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
+_TILE = 16  # outputs of a warp
+_MOST_WARPS = 16  # of a block
+_AHEAD = 4  # units in registers
+_TRIGGER = 3
+_ROOM = 227 * 1024  # bytes of shared memory of a block
+
+_PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
+
+
+def supports(x: torch.Tensor, outputs: int, group: int, unit: int, parts: int) -> bool:
+    """Returns whether `multiply` takes these rows.
+
+    Args:
+        x: [rows, inputs].
+        outputs: Number of outputs, half of the matrix's where its product is gated.
+        group: Inputs that share factors.
+        unit: Words of a unit.
+        parts: Number of parts of the inputs.
+    """
+    rows, inputs = x.shape
+    return (
+        x.dtype == torch.bfloat16
+        and rows <= MOST_ROWS
+        and outputs % _TILE == 0
+        and unit == _UNIT
+        and (group in _GROUPS or group == inputs)
+        and _shared_bytes(rows, inputs, 2 * parts) <= _ROOM
+        and cuda_programs.are_supported(x.device)
+    )
+
+
+def multiply(linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool) -> torch.Tensor:
+    """Computes x W^T + b, or with `gated` silu(first half of the outputs) * second half.
+
+    Args:
+        linear: Layer with the words and factors of `WordsMethod`.
+        x: [rows, inputs].
+        group: Inputs that share factors.
+        parts: Number of parts of the inputs.
+    """
+    rows, inputs = x.shape
+    outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+    out = x.new_empty((rows, outputs))
+    is_channel = group not in _GROUPS
+    halves = 2 if gated else 1
+    own = _tiles(outputs // _TILE, parts * halves, x.device)
+    warps = own * parts * halves
+    while _shared_bytes(rows, inputs, warps) > _ROOM:
+        own -= 1
+        warps = own * parts * halves
+    constants = {
+        "PARTS": parts, "TILES": own * halves, "GATED": int(gated),
+        "GROUPS": 1 if is_channel else _UNIT * 8 // group, "CHANNEL": int(is_channel),
+        "AHEAD": _AHEAD, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
+        "TRIGGER": _TRIGGER,
+    }  # fmt: skip
+    _PROGRAM.launch(
+        constants, -(-outputs // (_TILE * own)), warps * 32, _shared_bytes(rows, inputs, warps),
+        (
+            x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
+            rows, outputs, inputs // 8,
+        ),
+    )  # fmt: skip
+    return out
+
+
+def _shared_bytes(rows: int, inputs: int, warps: int) -> int:
+    """Returns the bytes of shared memory of a block: rows of x, and the sums of its warps."""
+    return rows * (inputs * 2 + 16) + warps * rows * _TILE * 4
+
+
+def _tiles(count: int, warps: int, device: torch.device) -> int:
+    """Returns the number of tiles of a block, so that each multiprocessor has one block if it can.
+
+    Args:
+        count: Number of tiles of all blocks.
+        warps: Number of warps that a tile takes.
+    """
+    return max(1, min(-(-count // _multiprocessors(device)), _MOST_WARPS // warps))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,90 @@
+"""Kernels in CUDA C++, compiled for this CPU with the instructions of GPUs emulated, against
+float64 products.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.layers import cuda_programs, words_cuda, words_native
+from foredraft.layers.linear import Linear
+from foredraft.layers.quantized_matrix import Matrix, dequantize
+from foredraft.layers.weight_scheme import WeightScheme
+
+LAYERS = Path(cuda_programs.__file__).parent
+NATIVE = Path(__file__).parent / "native"
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+class Emulated:
+    """Compiles and runs a kernel on this CPU, in place of `Program`."""
+
+    def __init__(self, folder: Path, file: str, name: str) -> None:
+        self._folder, self._file, self._name = folder, file, name
+
+    def launch(self, constants, blocks, threads, shared_bytes, arguments):
+        assert shared_bytes <= 227 * 1024
+        macros = constants | {
+            "KERNEL_FILE": f'"{self._file}"', "KERNEL_NAME": self._name,
+            "NUM_ARGUMENTS": len(arguments),
+        }  # fmt: skip
+        program = self._folder / "program"
+        subprocess.run(
+            ["g++", "-std=c++20", "-O1", "-pthread", "-w", f"-I{LAYERS}",
+             *(f"-D{name}={value}" for name, value in macros.items()),
+             str(NATIVE / "main.cpp"), "-o", str(program)], check=True,
+        )  # fmt: skip
+        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        paths = [self._folder / str(index) for index in range(len(tensors))]
+        for path, tensor in zip(paths, tensors, strict=True):
+            path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        numbers = [one for one in arguments if not isinstance(one, torch.Tensor)]
+        command = [program, blocks, len(tensors), *paths, *numbers]
+        subprocess.run(list(map(str, command)), check=True, timeout=120)
+        found = torch.frombuffer(bytearray(paths[-1].read_bytes()), dtype=tensors[-1].dtype)
+        tensors[-1].copy_(found.view(tensors[-1].shape))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "parts", "gated", "group", "bias"),
+    [
+        (1, 32, 2048, 4, False, 128, False),
+        (1, 64, 2560, 1, True, 128, True),  # more units than are kept, and half a block
+        (5, 48, 1024, 2, False, 32, False),
+        (8, 64, 1024, 4, True, 64, True),
+        (3, 32, 768, 1, False, 0, True),  # one scale for all inputs
+    ],
+)
+def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group, bias):
+    program = Emulated(tmp_path, "words.cu", "multiply_words")
+    monkeypatch.setattr(words_native, "_PROGRAM", program)
+    monkeypatch.setattr(words_native, "_tiles", lambda count, warps, _: min(3, 16 // warps))
+    monkeypatch.setattr(words_cuda, "_cuts", lambda *_: (32, parts))
+    generator = torch.Generator().manual_seed(1)
+    groups = inputs // group if group else 1
+    numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * 0.01
+    zeros = torch.randint(3, 12, scales.shape, dtype=torch.uint8, generator=generator)
+    matrix = Matrix(numbers, scales.bfloat16().float(), zeros)
+    granularity = "group" if group else "channel"
+    scheme = WeightScheme("packed", 4, granularity, group, has_zeros=True)
+    linear = Linear(inputs, outputs, bias, torch.bfloat16, CPU)
+    if bias:
+        linear.bias.copy_(torch.randn(outputs, generator=generator))
+    method = words_cuda.WordsMethod(scheme, inputs, outputs, torch.bfloat16)
+    method.set_matrix(linear, matrix)
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    got = words_native.multiply(linear, x, group or inputs, parts, gated)
+    want = x.double() @ dequantize(matrix, group or inputs, torch.bfloat16).double().T
+    if bias:
+        want += linear.bias.double()
+    if gated:
+        gate, up = want.chunk(2, 1)
+        want = gate * torch.sigmoid(gate) * up
+    assert float((got.double() - want).norm() / want.norm()) < 5e-3
