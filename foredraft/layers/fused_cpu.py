@@ -23,9 +23,12 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
+    rounds: int | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
-    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway."""
+    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway, and are
+    never rounded.
+    """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = rows.new_empty(rows.shape) if out is None else out
     num_rows, size = rows.shape
@@ -71,10 +74,11 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
+    rounds: int | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Adds delta [rows, size] to the stream in place, and normalises the sum; see
-    `fused.add_norm`.
+    `fused.add_norm`. Nothing is rounded.
     """
     if group.size > 1:
         delta = group.all_reduce(delta)

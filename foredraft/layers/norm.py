@@ -1,9 +1,12 @@
 """Root-mean-square normalisation."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers.linear import Linear
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
@@ -22,7 +25,11 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: [size]. The loader adds an offset that checkpoints leave out (Gemma's 1).
+        reader: Returns the layer that reads the results of `forward` and `add` first. On a GPU
+            these are rounded to 8-bit floats at once where it would do that.
     """
+
+    reader: Callable[[], Linear] | None = None
 
     def __init__(
         self, size: int, eps: float, full_precision: bool, dtype: torch.dtype, device: torch.device
@@ -34,6 +41,11 @@ class RMSNorm(nn.Module):
             (size,), torch.float32 if self.full_precision else dtype, device
         )
 
+    @property
+    def rounds(self) -> int | None:
+        """See `LinearMethod.rounds` of the layer that reads the results."""
+        return None if self.reader is None else self.reader().method.rounds
+
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Normalises [..., size]; the result has the same shape and type.
 
@@ -42,7 +54,7 @@ class RMSNorm(nn.Module):
         """
         weight = self.weight
         if (kernels := kernels_for(x, weight, out)) is not None:
-            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out)
+            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out, self.rounds)
         result = self._norm(x)
         return result if out is None else out.copy_(result)
 
@@ -90,7 +102,7 @@ class RMSNorm(nn.Module):
         if (kernels := kernels_for(stream, weight, delta, post_weight, copy)) is not None:
             first = None if post is None else (post.weight, post.eps)
             return kernels.add_norm(
-                stream, delta, weight, self.eps, self.full_precision, first, copy, group
+                stream, delta, weight, self.eps, self.full_precision, first, copy, group, self.rounds
             )
         if group.size > 1:
             delta = group.all_reduce(delta)

@@ -18,6 +18,7 @@ class RowKernels(Protocol):
         eps: float,
         full_precision: bool,
         out: torch.Tensor | None = None,
+        rounds: int | None = None,
     ) -> torch.Tensor: ...
     def norm_of_rows(
         self,
@@ -39,6 +40,7 @@ class RowKernels(Protocol):
         post: tuple[torch.Tensor, float] | None = None,
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
+        rounds: int | None = None,
     ) -> torch.Tensor: ...
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
