@@ -46,6 +46,20 @@ class Program:
     def __init__(self, file: str, name: str) -> None:
         self._file, self._name = file, name
         self._loaded: dict[tuple[object, ...], Any] = {}
+        self._failed = False
+
+    def is_ready(self, constants: dict[str, int], shared_bytes: int) -> bool:
+        """Returns whether the kernel can be launched with these constants; compiles it if it was
+        not yet.
+        """
+        if self._failed:
+            return False
+        try:
+            self._function(constants, shared_bytes)
+        except (RuntimeError, OSError) as error:
+            logger.warning("%s is not used, a Triton kernel is: %s", self._file, error)
+            self._failed = True
+        return not self._failed
 
     def launch(
         self,
@@ -63,7 +77,7 @@ class Program:
             blocks: Number of blocks.
             threads: Number of threads of a block.
             shared_bytes: Bytes of dynamic shared memory of a block.
-            arguments: Tensors, of which the kernel gets the addresses, and 32-bit integers.
+            arguments: Tensors, whose addresses the kernel gets, and 32-bit integers.
         """
         from cuda.bindings import driver
 

@@ -98,7 +98,9 @@ class WordsMethod(LinearMethod):
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         cuts = self._group, self._unit, self._parts
         if self._bits == 4 and words_native.supports(x, outputs, *cuts):
-            return words_native.multiply(linear, x, self._group, self._parts, gated)
+            native = words_native.multiply(linear, x, self._group, self._parts, gated)
+            if native is not None:
+                return native
         out = x.new_empty((rows, outputs))
         is_few = self._is_few(rows)
         block_m, block_n, warps, stages = self._tile(rows, outputs, gated)

@@ -43,8 +43,12 @@ def supports(x: torch.Tensor, outputs: int, group: int, unit: int, parts: int) -
     )
 
 
-def multiply(linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool) -> torch.Tensor:
+def multiply(
+    linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool
+) -> torch.Tensor | None:
     """Computes x W^T + b, or with `gated` silu(first half of the outputs) * second half.
+
+    Returns None where the kernel cannot be had.
 
     Args:
         linear: Layer with the words and factors of `WordsMethod`.
@@ -54,7 +58,6 @@ def multiply(linear: Linear, x: torch.Tensor, group: int, parts: int, gated: boo
     """
     rows, inputs = x.shape
     outputs = linear.num_outputs // 2 if gated else linear.num_outputs
-    out = x.new_empty((rows, outputs))
     is_channel = group not in _GROUPS
     halves = 2 if gated else 1
     own = _tiles(outputs // _TILE, parts * halves, x.device)
@@ -68,8 +71,12 @@ def multiply(linear: Linear, x: torch.Tensor, group: int, parts: int, gated: boo
         "AHEAD": _AHEAD, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
         "TRIGGER": _TRIGGER,
     }  # fmt: skip
+    shared_bytes = _shared_bytes(rows, inputs, warps)
+    if not _PROGRAM.is_ready(constants, shared_bytes):
+        return None
+    out = x.new_empty((rows, outputs))
     _PROGRAM.launch(
-        constants, -(-outputs // (_TILE * own)), warps * 32, _shared_bytes(rows, inputs, warps),
+        constants, -(-outputs // (_TILE * own)), warps * 32, shared_bytes,
         (
             x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
             rows, outputs, inputs // 8,

@@ -27,6 +27,9 @@ class Emulated:
     def __init__(self, folder: Path, file: str, name: str) -> None:
         self._folder, self._file, self._name = folder, file, name
 
+    def is_ready(self, constants, shared_bytes):
+        return True
+
     def launch(self, constants, blocks, threads, shared_bytes, arguments):
         assert shared_bytes <= 227 * 1024
         macros = constants | {
@@ -88,3 +91,21 @@ def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group
         gate, up = want.chunk(2, 1)
         want = gate * torch.sigmoid(gate) * up
     assert float((got.double() - want).norm() / want.norm()) < 5e-3
+
+
+def test_nothing_is_compiled_for_a_cpu():
+    assert not cuda_programs.are_supported(CPU)
+
+
+def test_a_kernel_that_does_not_compile_is_not_tried_again(monkeypatch):
+    tried = []
+
+    def refuse(self, constants, shared_bytes):
+        tried.append(constants)
+        raise RuntimeError("NVRTC_ERROR_COMPILATION")
+
+    monkeypatch.setattr(cuda_programs.Program, "_function", refuse)
+    program = cuda_programs.Program("words.cu", "multiply_words")
+    assert not program.is_ready({"PARTS": 1}, 0)
+    assert not program.is_ready({"PARTS": 2}, 0)
+    assert tried == [{"PARTS": 1}]
