@@ -53,21 +53,27 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
 
   wait_for_kernel_before();
   if (TRIGGER == 1) let_next_kernel_start();
-  // Rows of x in shared memory, 16 bytes more of each against bank conflicts.
-  const int row_bytes = line_words * 16 + 16, chunks = line_words;
+  // Rows of x of AHEAD units of each part, twice; 16 bytes more of a row against bank conflicts.
+  const int row_bytes = PARTS * AHEAD * 512 + 16, stage_bytes = rows * row_bytes;
   const u32 x_at = address(shared);
-  for (int row = 0; row < rows; row++)
-    for (int i = threadIdx.x; i < chunks; i += THREADS)
-      copy16(x_at + row * row_bytes + i * 16, x + (long long)row * line_words * 8 + i * 8);
-  end_copies();
-  wait_for_copies<0>();
-  meet_block();
+  auto copy_rows = [&](int unit, int stage) {
+    constexpr int pieces = AHEAD * 32;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * PARTS * pieces; i += THREADS) {
+      const int piece = i % pieces, own = i / pieces % PARTS, row = i / (pieces * PARTS);
+      if (unit + piece / 32 < units)
+        copy16(x_at + stage * stage_bytes + row * row_bytes + own * (AHEAD * 512) + piece * 16,
+               x + ((long long)row * line_units + own * units + unit) * 256 + piece * 8);
+    }
+    end_copies();
+  };
+  copy_rows(0, 0);
 
   u32 columns_at[COLUMN_TILES];
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++) {
     const int row = n * 8 + lane % 8;  // sums of rows that are not there are not written
-    columns_at[n] = x_at + (row < rows ? row : 0) * row_bytes + lane / 8 * 16 + begin * 512;
+    columns_at[n] = x_at + (row < rows ? row : 0) * row_bytes + lane / 8 * 16 + part * (AHEAD * 512);
   }
   float sums[COLUMN_TILES][4] = {};
   auto multiply = [&](const Unit& unit, int offset) {
@@ -92,17 +98,23 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
       }
     }
   };
-  for (int unit = 0; unit < units; unit += AHEAD)
+  int stage = 0;
+  for (int unit = 0; unit < units; unit += AHEAD) {
+    wait_for_copies<0>();
+    meet_block();  // rows have arrived, and those of the units before are free
+    if (unit + AHEAD < units) copy_rows(unit + AHEAD, 1 - stage);
 #pragma unroll
     for (int i = 0; i < AHEAD; i++)
       if (unit + i < units) {
-        multiply(ahead[i], (unit + i) * 512);
+        multiply(ahead[i], stage * stage_bytes + i * 512);
         if (unit + i + AHEAD < units) load(ahead[i], unit + i + AHEAD);
         if (TRIGGER == 2 && unit + i + AHEAD == units - 1) let_next_kernel_start();
       }
+    stage = 1 - stage;
+  }
 
   if (TRIGGER >= 2) let_next_kernel_start();
-  float* parts = (float*)(shared + rows * row_bytes);  // [part][tile][row][16 outputs]
+  float* parts = (float*)(shared + 2 * stage_bytes);  // [part][tile][row][16 outputs]
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll

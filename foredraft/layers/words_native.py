@@ -38,7 +38,7 @@ def supports(x: torch.Tensor, outputs: int, group: int, unit: int, parts: int) -
         and outputs % _TILE == 0
         and unit == _UNIT
         and (group in _GROUPS or group == inputs)
-        and _shared_bytes(rows, inputs, 2 * parts) <= _ROOM
+        and _shared_bytes(rows, parts, 2 * parts) <= _ROOM
         and cuda_programs.are_supported(x.device)
     )
 
@@ -62,16 +62,13 @@ def multiply(
     halves = 2 if gated else 1
     own = _tiles(outputs // _TILE, parts * halves, x.device)
     warps = own * parts * halves
-    while _shared_bytes(rows, inputs, warps) > _ROOM:
-        own -= 1
-        warps = own * parts * halves
     constants = {
         "PARTS": parts, "TILES": own * halves, "GATED": int(gated),
         "GROUPS": 1 if is_channel else _UNIT * 8 // group, "CHANNEL": int(is_channel),
         "AHEAD": _AHEAD, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
         "TRIGGER": _TRIGGER,
     }  # fmt: skip
-    shared_bytes = _shared_bytes(rows, inputs, warps)
+    shared_bytes = _shared_bytes(rows, parts, warps)
     if not _PROGRAM.is_ready(constants, shared_bytes):
         return None
     out = x.new_empty((rows, outputs))
@@ -85,9 +82,11 @@ def multiply(
     return out
 
 
-def _shared_bytes(rows: int, inputs: int, warps: int) -> int:
-    """Returns the bytes of shared memory of a block: rows of x, and the sums of its warps."""
-    return rows * (inputs * 2 + 16) + warps * rows * _TILE * 4
+def _shared_bytes(rows: int, parts: int, warps: int) -> int:
+    """Returns the bytes of shared memory of a block: rows of x of the units of each part that are
+    computed and those that come next, and the sums of its warps.
+    """
+    return 2 * rows * (parts * _AHEAD * 512 + 16) + warps * rows * _TILE * 4
 
 
 def _tiles(count: int, warps: int, device: torch.device) -> int:
