@@ -61,7 +61,7 @@ def no_collection() -> Iterator[None]:
 
 
 @functools.cache
-def overlapped(device: torch.device) -> dict[str, bool]:
+def overlapped(device: torch.device, at_once: bool = False) -> dict[str, int]:
     """Returns launch options of a kernel that itself waits for the one before it (programmatic
     dependent launch).
 
@@ -69,11 +69,16 @@ def overlapped(device: torch.device) -> dict[str, bool]:
     kernel launched so waits in every program, before its first access to anything that another
     kernel writes or reads, so that the end of each kernel still implies the end of all before it.
 
+    Args:
+        at_once: Whether the next kernel may start before this one has waited: worth it where the
+            next one loads weights before it waits itself.
+
     Returns:
-        `launch_pdl` for the launcher and the kernel's own DEPENDENT.
+        `launch_pdl` for the launcher and the kernel's own DEPENDENT: 0 where it need not wait, 2
+        with `at_once`, else 1.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"launch_pdl": able, "DEPENDENT": able}
+    return {"launch_pdl": able, "DEPENDENT": able * (2 if at_once else 1)}
 
 
 def power_of_two(size: int) -> int:

@@ -37,9 +37,10 @@ class PlanAttention(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         if not hasattr(plan, "page_tables"):
-            self._ordinary.attend(plan, queries, layer, window, scale, out)
+            self._ordinary.attend(plan, queries, layer, window, scale, out, at_once)
             return
         out.fill_(float("nan"))  # absent rows are not written
         kv = plan.kv

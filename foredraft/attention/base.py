@@ -174,6 +174,7 @@ class AttentionBackend(ABC):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """Computes attention of one layer; the rows' own keys and values are in the cache already.
 
@@ -183,4 +184,5 @@ class AttentionBackend(ABC):
             window: One of the planned windows; a row sees keys with position > its own - window.
             scale: Factor of the scores.
             out: [num_rows, num_heads * head_dim], written.
+            at_once: See `kernel_launch.overlapped`.
         """

@@ -103,6 +103,7 @@ class CpuAttention(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """See AttentionBackend."""
         if isinstance(plan, SdpaPlan):

@@ -16,6 +16,7 @@ from foredraft.attention.exact_tile_kernels import (
     merge,
     segment_of,
 )
+from foredraft.launch_kernels import await_kernel_before
 
 
 @triton.jit
@@ -159,11 +160,7 @@ def fold(
         oldest = tl.load(positions + token).to(tl.int32) - window + 1
         begin = tl.maximum(oldest, 0) // TILE * TILE
     if DEPENDENT:  # only `attend`'s sums are newer than the kernel before the previous one
-        if DEPENDENT == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        await_kernel_before(DEPENDENT)
 
     # Whole segments; for a row without branches also the last one.
     num_whole = segment_of(tl.maximum(shared_end - 1, 0), NEAR, SMALL, LARGE) + 1

@@ -110,6 +110,7 @@ class ExactAttention(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """See AttentionBackend. Reads no value of the device, so that it can be captured."""
         from foredraft.attention import exact_fold_kernels, exact_kernels
@@ -157,7 +158,7 @@ class ExactAttention(AttentionBackend):
             not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv)
         )
         exact_fold_kernels.fold[(layout.programs * per_block, num_heads // heads)](
-            *arrays, tails, *lengths, *numbers, **options,
+            *arrays, tails, *lengths, *numbers, **(options | overlapped(keys.device, at_once)),
             HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
             AHEAD=is_ahead, AT_ONCE=_AT_ONCE if is_branched else 1, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,

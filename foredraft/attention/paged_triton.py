@@ -159,6 +159,7 @@ class TritonAttention(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """See AttentionBackend. Reads no value of the device, so that it can be captured."""
         from foredraft.attention import triton_kernels

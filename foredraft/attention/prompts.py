@@ -86,14 +86,17 @@ class PromptsApart(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """See AttentionBackend."""
         if not isinstance(plan, PromptPlan):
-            self.others.attend(plan, queries, layer, window, scale, out)
+            self.others.attend(plan, queries, layer, window, scale, out, at_once)
             return
         first = plan.first_row
         if plan.others is not None:
-            self.others.attend(plan.others, queries[:first], layer, window, scale, out[:first])
+            self.others.attend(
+                plan.others, queries[:first], layer, window, scale, out[:first], at_once
+            )
         self._attend_prompts(plan, queries, layer, scale, out)
 
     def _takes(

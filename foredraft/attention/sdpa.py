@@ -73,6 +73,7 @@ class SdpaAttention(AttentionBackend):
         window: int | None,
         scale: float,
         out: torch.Tensor,
+        at_once: bool = False,
     ) -> None:
         """See AttentionBackend."""
         head_dim = queries.shape[-1]

@@ -110,7 +110,8 @@ class SelfAttention(nn.Module):
             num_heads, slots = self._num_heads, batch.slots
             queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv)
         out = x.new_empty(x.shape[0], self.output.num_inputs)
-        attention.attend(plan, queries, layer, self.window, self._scale, out)
+        early = self.output.method.loads_early
+        attention.attend(plan, queries, layer, self.window, self._scale, out, early)
         return self.output.deferred(out) if later else self.output(out)
 
     def store(
@@ -177,5 +178,13 @@ class SelfAttention(nn.Module):
             norms = q.weight, k.weight, q.eps, q.full_precision
         keys, values = kv.keys(layer), kv.values(layer)
         return kernels.rotate_and_store(
-            heads, num_heads, angles, norms, keys, values, slots, kv.scales[layer]
+            heads,
+            num_heads,
+            angles,
+            norms,
+            keys,
+            values,
+            slots,
+            kv.scales[layer],
+            self.output.method.loads_early,
         )

@@ -47,7 +47,8 @@ class Fp8Method(LinearMethod):
 
     def __init__(self, scheme: WeightScheme) -> None:
         self._by_blocks = scheme.granularity == "block"
-        self.rounds = BLOCK if self._by_blocks else 0
+        self._size = BLOCK if self._by_blocks else 0  # columns that share a scale, 0 for all
+        self.rounds = self._size
         self.is_exact = False
 
     @staticmethod
@@ -89,7 +90,7 @@ class Fp8Method(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        rows, scales = quantize_rows(x, self.rounds)
+        rows, scales = quantize_rows(x, self._size)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)

@@ -58,8 +58,7 @@ def multiply_fp8(
     own_scales = x_scales_ptr + m
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if UNROLL == 1 and BLOCKS:
         own = tl.load(own_scales, mask=in_m, other=0.0)
         scale = tl.load(block_scales)
@@ -110,8 +109,6 @@ def multiply_fp8(
             acc = tl.dot(tile, columns, acc)
             if GATED:
                 acc2 = tl.dot(tile2, columns, acc2)
-    if DEPENDENT == 3:
-        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.trans(acc)
     acc2 = tl.trans(acc2)
     kind = out_ptr.dtype.element_ty
@@ -141,8 +138,7 @@ def quantize_rows(
         if DEPENDENT == 2:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     is_part = parts < inputs // size
     columns = row.to(tl.int64) * inputs + (parts * size)[:, None] + k[None, :]
     mask = is_part[:, None] & (k < size)[None, :]

@@ -11,6 +11,7 @@ import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import rounded_rows
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import ROOM_BYTES
 
@@ -26,7 +27,7 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
-    rounds: int | None = None,
+    reader: LinearMethod | None = None,
 ) -> torch.Tensor:
     """Normalises rows.
 
@@ -34,11 +35,11 @@ def rms_norm(
         x: [..., size], the last dimension contiguous; more than two dimensions must be contiguous.
         out: Result [rows, size] with contiguous rows; may be a part of wider rows. None allocates
             it.
-        rounds: See `RMSNorm.rounds`.
+        reader: Method of the layer that reads the result first, None if there is none.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
-    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None, rounds)
+    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None, reader)
     return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
 
@@ -71,7 +72,7 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
-    rounds: int | None = None,
+    reader: LinearMethod | None = None,
 ) -> torch.Tensor:
     """Adds delta to the stream in place, and normalises the sum.
 
@@ -81,7 +82,7 @@ def add_norm(
         group: Ranks whose deltas are added up.
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
-        rounds: See `RMSNorm.rounds`.
+        reader: Method of the layer that reads the result first, None if there is none.
     """
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
@@ -90,7 +91,7 @@ def add_norm(
         _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
     else:
         weights = post_weight, post_eps, weight, eps
-        _norm(stream, delta, *weights, full_precision, out, copy, None, rounds)
+        _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
     return out
 
 
@@ -144,7 +145,7 @@ def _norm(
     out: torch.Tensor,
     copy: torch.Tensor | None,
     picked: torch.Tensor | None,
-    rounds: int | None = None,
+    reader: LinearMethod | None = None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
@@ -153,6 +154,7 @@ def _norm(
         return
     block = power_of_two(size)
     numbers, scales = out, out
+    rounds = None if reader is None else reader.rounds
     if rounds is not None:
         numbers = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
         groups = size // rounds if rounds else 1
@@ -169,7 +171,7 @@ def _norm(
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
         COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
         ROUNDS=0 if rounds is None else rounds or 1, num_warps=min(16, max(1, block // 512)),
-        **overlapped(x.device),
+        **overlapped(x.device, reader is not None and reader.loads_early),
     )  # fmt: skip
 
 
@@ -200,6 +202,7 @@ def rotate_and_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
+    at_once: bool = False,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to the cache.
 
@@ -212,6 +215,7 @@ def rotate_and_store(
         keys, values: [num_kv_heads, slots, head_dim], one layer of the cache.
         slots: int64 [rows], KV slots.
         scales: Divisors of keys and values in a cache of 8-bit floats; see `PagedKV`.
+        at_once: See `kernel_launch.overlapped`.
 
     Returns:
         The queries, a view of `heads`.
@@ -233,7 +237,7 @@ def rotate_and_store(
             BLOCK_D=power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
             num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
-            **overlapped(heads.device),
+            **overlapped(heads.device, at_once),
         )  # fmt: skip
     return heads[:, :num_heads]
 

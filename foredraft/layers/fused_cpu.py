@@ -12,6 +12,7 @@ else does not fit raises ValueError here, or IndexError for rows and slots that 
 import torch
 
 from foredraft.cpu import _kernels
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -23,7 +24,7 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
-    rounds: int | None = None,
+    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway, and are
@@ -74,7 +75,7 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
-    rounds: int | None = None,
+    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Adds delta [rows, size] to the stream in place, and normalises the sum; see
@@ -121,6 +122,7 @@ def rotate_and_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
+    at_once: bool = False,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Normalises and rotates queries and keys, and writes keys and values to a cache of float32,

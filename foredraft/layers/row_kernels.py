@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from foredraft.layers import fused, fused_cpu
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 
 
@@ -18,7 +19,7 @@ class RowKernels(Protocol):
         eps: float,
         full_precision: bool,
         out: torch.Tensor | None = None,
-        rounds: int | None = None,
+        reader: LinearMethod | None = None,
     ) -> torch.Tensor: ...
     def norm_of_rows(
         self,
@@ -40,7 +41,7 @@ class RowKernels(Protocol):
         post: tuple[torch.Tensor, float] | None = None,
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
-        rounds: int | None = None,
+        reader: LinearMethod | None = None,
     ) -> torch.Tensor: ...
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
@@ -55,6 +56,7 @@ class RowKernels(Protocol):
         values: torch.Tensor,
         slots: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
+        at_once: bool = False,
     ) -> torch.Tensor: ...
     def gated(self, both: torch.Tensor, kind: str) -> torch.Tensor: ...
 

@@ -6,6 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
+from foredraft.launch_kernels import await_kernel_before
 from foredraft.parallel.exchange_kernels import send_and_wait, sum_of_ranks
 
 
@@ -61,11 +62,7 @@ def norm(
     if POST:
         post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
     if DEPENDENT:
-        if DEPENDENT == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        await_kernel_before(DEPENDENT)
     source = row
     if PICKS:
         source = tl.load(picked_ptr + row)
@@ -179,11 +176,7 @@ def rotate_and_store(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     if DEPENDENT:
-        if DEPENDENT == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+        await_kernel_before(DEPENDENT)
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, BLOCK_D)
     is_column = (columns < half)[None, :]

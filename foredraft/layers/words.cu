@@ -9,8 +9,7 @@
 // Macros: PARTS; TILES, 16 outputs each, that a block computes at a time; GATED, whether their
 // second half is the up projection of the first; GROUPS, pairs of factors of an output in a unit;
 // CHANNEL, whether one pair is for all inputs; AHEAD, units in registers; COLUMN_TILES, 8 rows of x
-// each; HAS_BIAS; TRIGGER, when the next kernel may start: 0 at once, 1 after the wait, 2 after the
-// last load, 3 after the last product.
+// each; HAS_BIAS.
 #define WARPS (PARTS * TILES)
 #define OWN (GATED ? TILES / 2 : TILES)  // tiles that a block writes
 #define THREADS (WARPS * 32)
@@ -23,7 +22,6 @@ struct Unit {
 KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* factors, const bfloat* bias,
                       bfloat* out, int rows, int outputs, int line_words) {
   SHARED;
-  if (TRIGGER == 0) let_next_kernel_start();
   // Lane 4 g + t has outputs g and g + 8, and inputs 2 t, 2 t + 1, and these plus 8, of 16.
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int part = warp / TILES, tile = warp % TILES;
@@ -52,7 +50,7 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
     if (i < units) load(ahead[i], i);
 
   wait_for_kernel_before();
-  if (TRIGGER == 1) let_next_kernel_start();
+  let_next_kernel_start();
   // Rows of x of AHEAD units of each part, twice; 16 bytes more of a row against bank conflicts.
   const int row_bytes = PARTS * AHEAD * 512 + 16, stage_bytes = rows * row_bytes;
   const u32 x_at = address(shared);
@@ -108,12 +106,10 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
       if (unit + i < units) {
         multiply(ahead[i], stage * stage_bytes + i * 512);
         if (unit + i + AHEAD < units) load(ahead[i], unit + i + AHEAD);
-        if (TRIGGER == 2 && unit + i + AHEAD == units - 1) let_next_kernel_start();
       }
     stage = 1 - stage;
   }
 
-  if (TRIGGER >= 2) let_next_kernel_start();
   float* parts = (float*)(shared + 2 * stage_bytes);  // [part][tile][row][16 outputs]
 #pragma unroll
   for (int n = 0; n < COLUMN_TILES; n++)

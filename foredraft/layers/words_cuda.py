@@ -60,9 +60,12 @@ class WordsMethod(LinearMethod):
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
         numbers, bits = matrix.numbers, self._bits
+        self.loads_early = bits == 4 and words_native.takes(
+            numbers.device, self._dtype, numbers.shape[1], self._group, self._unit
+        )
         if numbers.dtype == torch.int8:
             numbers = (numbers.short() + 128).to(torch.uint8)
-        num_outputs, num_inputs = numbers.shape
+        num_outputs = len(numbers)
         planes = 32 // bits
         units = numbers.view(num_outputs, -1, planes, self._unit)
         words = units[:, :, 0].int()
@@ -96,11 +99,10 @@ class WordsMethod(LinearMethod):
 
         rows, words = x.shape[0], linear.num_inputs * self._bits // 32
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
-        cuts = self._group, self._unit, self._parts
-        if self._bits == 4 and words_native.supports(x, outputs, *cuts):
-            native = words_native.multiply(linear, x, self._group, self._parts, gated)
-            if native is not None:
-                return native
+        if self.loads_early and words_native.supports(len(x), outputs):
+            found = words_native.multiply(linear, x, self._group, self._parts, gated)
+            if found is not None:
+                return found
         out = x.new_empty((rows, outputs))
         is_few = self._is_few(rows)
         block_m, block_n, warps, stages = self._tile(rows, outputs, gated)
@@ -113,7 +115,7 @@ class WordsMethod(LinearMethod):
             rows, outputs, words, BITS=self._bits,
             GROUP=0 if self._group == linear.num_inputs else self._group, UNIT=self._unit,
             PARTS=self._parts, HAS_BIAS=linear.bias is not None, GATED=gated, BLOCK_N=block_n,
-            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, AHEAD=self._ahead(is_few), num_warps=warps,
+            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, num_warps=warps,
             num_stages=stages, **overlapped(x.device),
         )  # fmt: skip
         return out
@@ -139,9 +141,6 @@ class WordsMethod(LinearMethod):
         if rows <= 128:
             return 32 if rows <= 64 else 64, 64, 4, 3
         return 128 if rows > 256 or outputs >= _MANY else 64, 128, 8, 3
-
-    def _ahead(self, is_few: bool) -> int:
-        return 0
 
     def _fitting(self, stages: int, lines: int, rows: int, block_m: int, room: int) -> int:
         """Limits the number of stages to what shared memory holds.

@@ -72,9 +72,9 @@ def _plane(
 
 
 @triton.jit
-def _factors(both, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """Zero points and scales of outputs [..., n, 1], as `_plane` wants them, from [..., n]."""
-    both = tl.expand_dims(both, -1)
+def _factors(ptr, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
+    """Zero points and scales of outputs [..., n, 1], as `_plane` wants them, from pointers [..., n]."""
+    both = tl.expand_dims(tl.load(ptr), -1)
     if BITS == 8:
         zeros, scales = 8388736.0, both  # 2**23 + 128
     elif ASM:
@@ -85,42 +85,6 @@ def _factors(both, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
         zeros = 8388608.0 - base - zeros
         scales = both.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
     return zeros, scales
-
-
-@triton.jit
-def _fetch(
-    w, factors, start, GROUP: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr
-):  # fmt: skip
-    """Loads the unit of words at `start` of a part, and its factors."""
-    own = ()
-    if GROUP > 0:
-        for i in tl.static_range(0, UNIT * PLANES, GROUP):
-            own = own + (tl.load(factors + (start * PLANES + i) // GROUP * 16),)
-    else:
-        own = (tl.load(factors),)
-    return tl.load(w + start * 16), own
-
-
-@triton.jit
-def _add_unit(
-    acc, tile, own, x, in_m,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, TYPE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Adds the product of a unit and the rows at `x`, [..., rows, UNIT], to acc."""
-    PLANES: tl.constexpr = 32 // BITS
-    for plane in tl.static_range(PLANES):
-        if GROUP > 0 and plane * UNIT % GROUP == 0:
-            zeros, scales = _factors(own[plane * UNIT // GROUP], ASM, BITS, TYPE)
-        elif plane == 0:
-            zeros, scales = _factors(own[0], ASM, BITS, TYPE)
-        columns = tl.load(x + plane * UNIT, mask=in_m, other=0.0)
-        weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
-        if len(acc.shape) == 3:
-            columns = tl.trans(columns, (0, 2, 1))
-        else:
-            columns = tl.trans(columns)
-        acc = tl.dot(weights, columns, acc)
-    return acc
 
 
 @triton.jit
@@ -151,8 +115,7 @@ def _store(
 def multiply_few(
     x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out = x W^T + bias for few rows: a program's warps have one part each, side by side.
 
@@ -187,25 +150,20 @@ def multiply_few(
     else:
         factors += (source // 16)[None, :] * 16
     acc = tl.zeros([PARTS, LINES, BLOCK_M], tl.float32)
-    end = share - AHEAD * UNIT
-    if AHEAD > 0:
-        last, last_own = _fetch(w, factors, share - UNIT, GROUP, UNIT, PLANES)
-    if AHEAD > 1:
-        other, other_own = _fetch(w, factors, share - 2 * UNIT, GROUP, UNIT, PLANES)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
-    for start in range(0, end, UNIT):
-        tile, own = _fetch(w, factors, start, GROUP, UNIT, PLANES)
-        acc = _add_unit(acc, tile, own, x + start * PLANES, in_m, BITS, GROUP, UNIT, TYPE, ASM)
-    if AHEAD > 1:
-        at = x + (share - 2 * UNIT) * PLANES
-        acc = _add_unit(acc, other, other_own, at, in_m, BITS, GROUP, UNIT, TYPE, ASM)
-    if AHEAD > 0:
-        at = x + (share - UNIT) * PLANES
-        acc = _add_unit(acc, last, last_own, at, in_m, BITS, GROUP, UNIT, TYPE, ASM)
-    if DEPENDENT == 3:
+    if GROUP == 0:
+        zeros, scales = _factors(factors, ASM, BITS, TYPE)
+    for start in range(0, share, UNIT):
+        tile = tl.load(w + start * 16)
+        for plane in tl.static_range(PLANES):
+            if GROUP > 0 and plane * UNIT % GROUP == 0:
+                group = start * PLANES // GROUP + plane * UNIT // GROUP
+                zeros, scales = _factors(factors + group * 16, ASM, BITS, TYPE)
+            columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
+            weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
+            acc = tl.dot(weights, tl.trans(columns, (0, 2, 1)), acc)
+    if DEPENDENT:  # before, its programs would take room beside some of these, not all
         tl.extra.cuda.gdc_launch_dependents()
     if PARTS == 1:
         total = tl.reshape(acc, [LINES, BLOCK_M])
@@ -228,8 +186,7 @@ def multiply_few(
 def multiply_some(
     x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `multiply_few` for more rows: a program sums up one part after the
     other, of BLOCK_M rows.
@@ -253,27 +210,23 @@ def multiply_some(
     x = x_ptr + m.to(tl.int64)[:, None] * (words * PLANES) + k
     in_m = (m < rows)[:, None]
     total = tl.zeros([LINES, BLOCK_M], tl.float32)
-    if AHEAD > 0:  # only in one part
-        last, last_own = _fetch(w, factors, share - UNIT, GROUP, UNIT, PLANES)
-    if AHEAD > 1:
-        other, other_own = _fetch(w, factors, share - 2 * UNIT, GROUP, UNIT, PLANES)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
-        if DEPENDENT == 1:
-            tl.extra.cuda.gdc_launch_dependents()
+    if GROUP == 0:
+        zeros, scales = _factors(factors, ASM, BITS, TYPE)
     for part in range(PARTS):
         acc = tl.zeros([LINES, BLOCK_M], tl.float32)
-        for start in range(part * share, (part + 1) * share - AHEAD * UNIT, UNIT):
-            tile, own = _fetch(w, factors, start, GROUP, UNIT, PLANES)
-            acc = _add_unit(acc, tile, own, x + start * PLANES, in_m, BITS, GROUP, UNIT, TYPE, ASM)
-        if AHEAD > 1:
-            at = x + (share - 2 * UNIT) * PLANES
-            acc = _add_unit(acc, other, other_own, at, in_m, BITS, GROUP, UNIT, TYPE, ASM)
-        if AHEAD > 0:
-            at = x + (share - UNIT) * PLANES
-            acc = _add_unit(acc, last, last_own, at, in_m, BITS, GROUP, UNIT, TYPE, ASM)
+        for start in range(part * share, (part + 1) * share, UNIT):
+            tile = tl.load(w + start * 16)
+            for plane in tl.static_range(PLANES):
+                if GROUP > 0 and plane * UNIT % GROUP == 0:
+                    group = start * PLANES // GROUP + plane * UNIT // GROUP
+                    zeros, scales = _factors(factors + group * 16, ASM, BITS, TYPE)
+                columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
+                weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
+                acc = tl.dot(weights, tl.trans(columns), acc)
         total += acc
-    if DEPENDENT == 3:
+    if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
     _store(
         total, bias_ptr, out_ptr, source, first_n, m, rows, outputs,
@@ -301,6 +254,6 @@ def dequantize_words(
     factors = factors_ptr + tiles * (inputs // GROUP * 16) + safe_n % 16
     for plane in tl.static_range(PLANES):
         group = first_word * PLANES // GROUP + plane * UNIT // GROUP
-        zeros, scales = _factors(tl.load(factors + group * 16), False, BITS, TYPE)
+        zeros, scales = _factors(factors + group * 16, False, BITS, TYPE)
         tile = _plane(words, zeros, scales, plane, BITS, TYPE, False)
         tl.store(out + plane * UNIT, tile, mask=in_n)

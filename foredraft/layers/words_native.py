@@ -14,33 +14,32 @@ _UNIT = 32  # words of a unit
 _GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
 _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
-_AHEAD = 4  # units in registers
-_TRIGGER = 3
+# Units in registers; the larger number for blocks of so few warps, where units are enough.
+_AHEAD, _FAR_AHEAD, _FEW_WARPS = 4, 7, 8
 _ROOM = 227 * 1024  # bytes of shared memory of a block
 
 _PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
 
 
-def supports(x: torch.Tensor, outputs: int, group: int, unit: int, parts: int) -> bool:
-    """Returns whether `multiply` takes these rows.
+def takes(device: torch.device, dtype: torch.dtype, inputs: int, group: int, unit: int) -> bool:
+    """Returns whether `multiply` takes matrices of a form.
 
     Args:
-        x: [rows, inputs].
-        outputs: Number of outputs, half of the matrix's where its product is gated.
+        dtype: Type of x.
         group: Inputs that share factors.
-        unit: Words of a unit.
-        parts: Number of parts of the inputs.
+        unit: Words of a unit, see `words_kernels`.
     """
-    rows, inputs = x.shape
     return (
-        x.dtype == torch.bfloat16
-        and rows <= MOST_ROWS
-        and outputs % _TILE == 0
+        dtype == torch.bfloat16
         and unit == _UNIT
         and (group in _GROUPS or group == inputs)
-        and _shared_bytes(rows, parts, 2 * parts) <= _ROOM
-        and cuda_programs.are_supported(x.device)
+        and cuda_programs.are_supported(device)
     )
+
+
+def supports(rows: int, outputs: int) -> bool:
+    """Returns whether `multiply` takes so many rows of x, and outputs of the result."""
+    return rows <= MOST_ROWS and outputs % _TILE == 0
 
 
 def multiply(
@@ -62,13 +61,16 @@ def multiply(
     halves = 2 if gated else 1
     own = _tiles(outputs // _TILE, parts * halves, x.device)
     warps = own * parts * halves
+    ahead = _AHEAD
+    is_long = inputs // (parts * _UNIT * 8) >= _FAR_AHEAD
+    if warps <= _FEW_WARPS and is_long and _shared_bytes(rows, parts, warps, _FAR_AHEAD) <= _ROOM:
+        ahead = _FAR_AHEAD
     constants = {
         "PARTS": parts, "TILES": own * halves, "GATED": int(gated),
         "GROUPS": 1 if is_channel else _UNIT * 8 // group, "CHANNEL": int(is_channel),
-        "AHEAD": _AHEAD, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
-        "TRIGGER": _TRIGGER,
+        "AHEAD": ahead, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
     }  # fmt: skip
-    shared_bytes = _shared_bytes(rows, parts, warps)
+    shared_bytes = _shared_bytes(rows, parts, warps, ahead)
     if not _PROGRAM.is_ready(constants, shared_bytes):
         return None
     out = x.new_empty((rows, outputs))
@@ -82,15 +84,18 @@ def multiply(
     return out
 
 
-def _shared_bytes(rows: int, parts: int, warps: int) -> int:
+def _shared_bytes(rows: int, parts: int, warps: int, ahead: int) -> int:
     """Returns the bytes of shared memory of a block: rows of x of the units of each part that are
     computed and those that come next, and the sums of its warps.
     """
-    return 2 * rows * (parts * _AHEAD * 512 + 16) + warps * rows * _TILE * 4
+    return 2 * rows * (parts * ahead * 512 + 16) + warps * rows * _TILE * 4
 
 
 def _tiles(count: int, warps: int, device: torch.device) -> int:
     """Returns the number of tiles of a block, so that each multiprocessor has one block if it can.
+
+    Blocks that start before the kernel ahead has ended go where there is room: with several for
+    some multiprocessors all would go to a few.
 
     Args:
         count: Number of tiles of all blocks.

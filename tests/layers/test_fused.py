@@ -8,6 +8,7 @@ import torch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused, rounded_rows
 from foredraft.layers.fp8_cuda import quantize_rows
+from foredraft.layers.linear import PlainMethod
 from foredraft.layers.mlp import ACTIVATIONS
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
@@ -108,9 +109,11 @@ def test_rounding_with_the_norm_is_rounding_after_it(monkeypatch, dtype, size, r
         random(*shape, dtype=dtype, seed=seed).to(DEVICE)
         for seed, shape in enumerate(((70, size), (70, size), (size,)))
     )
+    reader = PlainMethod()
+    reader.rounds = rounds
     for got in (
-        fused.rms_norm(stream, weight, 1e-5, False, None, rounds),
-        fused.add_norm(stream, delta, weight, 1e-5, False, rounds=rounds),
+        fused.rms_norm(stream, weight, 1e-5, False, None, reader),
+        fused.add_norm(stream, delta, weight, 1e-5, False, reader=reader),
     ):
         kept = rounded_rows.kept(got, size // rounds if rounds else 1)
         assert kept is not None

@@ -109,3 +109,25 @@ def test_a_kernel_that_does_not_compile_is_not_tried_again(monkeypatch):
     assert not program.is_ready({"PARTS": 1}, 0)
     assert not program.is_ready({"PARTS": 2}, 0)
     assert tried == [{"PARTS": 1}]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("shape", [(6144, 4096, 4), (4096, 14336, 4), (14336, 4096, 1)])
+def test_blocks_have_the_shared_memory_that_they_need(monkeypatch, rows, shape):
+    """The shapes of Llama-3.1-8B on an H200."""
+    outputs, inputs, parts = shape
+    launched = []
+
+    class Recorded:
+        def is_ready(self, constants, shared_bytes):
+            launched.append(shared_bytes)
+            return False
+
+    monkeypatch.setattr(words_native, "_PROGRAM", Recorded())
+    monkeypatch.setattr(words_native, "_multiprocessors", lambda _: 132)
+    is_gated = parts == 1
+    linear = Linear(16, 16, False, torch.bfloat16, CPU)
+    linear.num_outputs = 2 * outputs if is_gated else outputs
+    x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
+    assert words_native.multiply(linear, x, 128, parts, is_gated) is None
+    assert 0 < launched[0] <= 227 * 1024
