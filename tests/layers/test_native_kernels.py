@@ -13,6 +13,7 @@ from foredraft.layers import cuda_programs, words_cuda, words_native
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
+from testing.triton_device import needs_gpu
 
 LAYERS = Path(cuda_programs.__file__).parent
 NATIVE = Path(__file__).parent / "native"
@@ -131,3 +132,35 @@ def test_blocks_have_the_shared_memory_that_they_need(monkeypatch, rows, shape):
     x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
     assert words_native.multiply(linear, x, 128, parts, is_gated) is None
     assert 0 < launched[0] <= 227 * 1024
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+@pytest.mark.parametrize(
+    ("shape", "gated"),
+    [((6144, 4096), False), ((4096, 14336), False), ((28672, 4096), True), ((1536, 1024), True)],
+)
+def test_words_have_the_bits_of_triton(monkeypatch, shape, gated, group):
+    granularity = "group" if group else "channel"
+    scheme = WeightScheme("packed", 4, granularity, group, has_zeros=True)
+    device = torch.device("cuda")
+    numbers = torch.randint(0, 16, shape, dtype=torch.uint8, device=device)
+    scales = torch.rand(shape[0], shape[1] // group if group else 1, device=device)
+    scales = scales.bfloat16().float() * 2**-7
+    zeros = torch.randint(3, 12, scales.shape, dtype=torch.uint8, device=device)
+    linear = Linear(shape[1], shape[0], True, torch.bfloat16, device)
+    linear.bias.copy_(torch.randn(shape[0], device=device))
+    method = linear.method = words_cuda.WordsMethod(scheme, *shape[::-1], torch.bfloat16)
+    method.set_matrix(linear, Matrix(numbers, scales, zeros))
+    multiply = linear.gated if gated else linear
+    launched = []
+    own = words_native.multiply
+    monkeypatch.setattr(words_native, "multiply", lambda *args: launched.append(args) or own(*args))
+    for rows in (1, 2, 3, 5, 7, 8):
+        x = torch.randn(rows, shape[1], device=device).bfloat16()
+        got = multiply(x)
+        assert launched
+        with monkeypatch.context() as patch:
+            patch.setattr(words_native, "MOST_ROWS", 0)
+            assert torch.equal(got, multiply(x)), rows
