@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import rounded_rows
+from foredraft.layers import fp8_hopper, rounded_rows
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
@@ -72,7 +72,9 @@ class Fp8Method(LinearMethod):
         linear.weight = _parameter(matrix.numbers)
         scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
         linear.scales = _parameter(scales)
-        self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
+        device = matrix.numbers.device
+        self.is_exact = _has_kernel(torch.cuda.get_device_capability(device))
+        self.loads_early = not self._by_blocks and fp8_hopper.has_kernel(device)
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -90,7 +92,9 @@ class Fp8Method(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        rows, scales = quantize_rows(x, self._size)
+        rows, scales = quantize_rows(x, self._size, self.loads_early)
+        if self.loads_early:
+            return fp8_hopper.multiply(linear, rows, scales, gated, x.dtype)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
@@ -171,12 +175,15 @@ def _has_kernel(capability: tuple[int, int]) -> bool:
     return _FIRST_KERNEL <= capability < _AFTER_KERNEL
 
 
-def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    x: torch.Tensor, size: int = 0, at_once: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Converts rows to 8-bit floats with scales.
 
     Args:
         x: [n, inputs], rows to convert.
         size: Number of columns that share a scale, a divisor of the inputs; 0 for whole rows.
+        at_once: See `kernel_launch.overlapped`.
 
     Returns:
         float8_e4m3fn [n, inputs], and scales float32 [inputs / size, n].
@@ -195,6 +202,6 @@ def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.T
         parts = max(1, _COLUMNS // block) if count > MOST_ROWS else 1
         kernels.quantize_rows[(count, -(-(inputs // size) // parts))](
             x, out, scales, size, inputs, count, PARTS=parts, BLOCK=block,
-            num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
+            num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device, at_once),
         )  # fmt: skip
     return out, scales

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from foredraft.launch_kernels import await_kernel_before
 from foredraft.layers.triton_kernels import rounded, silu_times
 
 
@@ -135,10 +136,7 @@ def quantize_rows(
     parts = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     k = tl.arange(0, BLOCK)
     if DEPENDENT:
-        if DEPENDENT == 2:
-            tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        await_kernel_before(DEPENDENT)
     is_part = parts < inputs // size
     columns = row.to(tl.int64) * inputs + (parts * size)[:, None] + k[None, :]
     mask = is_part[:, None] & (k < size)[None, :]

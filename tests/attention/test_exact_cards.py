@@ -48,7 +48,7 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
 
     pair = divmod(capability, 10)
     able = {"launch_pdl": pair >= (9, 0), "DEPENDENT": pair >= (9, 0)}
-    monkeypatch.setattr(exact_triton, "overlapped", lambda device: able)
+    monkeypatch.setattr(exact_triton, "overlapped", lambda device, at_once=False: able)
     monkeypatch.setattr(exact_triton, "_INTERPRETED_UNITS", 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pair)
     room = paged_triton.has_room(torch.device("cuda"))

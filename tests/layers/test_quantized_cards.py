@@ -32,9 +32,9 @@ INPUTS = 1024
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A card that the launches are for."""
     able = {"launch_pdl": request.param >= 90, "DEPENDENT": request.param >= 90}
-    monkeypatch.setattr(kernel_launch, "overlapped", lambda device: able)
+    monkeypatch.setattr(kernel_launch, "overlapped", lambda device, at_once=False: able)
     for module in (fp8_cuda, words_cuda, exact_gemm):
-        monkeypatch.setattr(module, "overlapped", lambda device: able)
+        monkeypatch.setattr(module, "overlapped", lambda device, at_once=False: able)
     monkeypatch.setattr(words_cuda, "shared_memory", lambda device: SHARED[request.param])
     return request.param
 
@@ -111,6 +111,25 @@ def test_8_bit_floats_compile_and_fit(monkeypatch, capability, granularity, dtyp
         return
     quantize_rows(torch.zeros(3, 14336, dtype=dtype), 0)
     check_fits(recorders, capability)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])  # more programs than these, or fewer
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_8_bit_floats_that_are_fetched_early_compile_and_fit(
+    monkeypatch, dtype, is_gated, multiprocessors
+):
+    from foredraft.layers import fp8_hopper, fp8_hopper_kernels
+
+    monkeypatch.setattr(fp8_hopper, "_multiprocessors", lambda device: multiprocessors)
+    recorders = recorded(monkeypatch, fp8_hopper_kernels, "multiply_fp8_early")
+    weight = torch.zeros(4096, INPUTS, dtype=torch.float8_e4m3fn)
+    linear = layer(4096, dtype, weight, torch.zeros(1, 4096))
+    for rows in (1, 17, 64):
+        numbers = torch.zeros(rows, INPUTS, dtype=torch.float8_e4m3fn)
+        fp8_hopper.multiply(linear, numbers, torch.zeros(1, rows), is_gated, dtype)
+    assert all(launch["STAGES"] > 1 for launch in recorders[0].launches)
+    check_fits(recorders, 90)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -47,7 +47,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     for module in (peer_memory, fused):
-        monkeypatch.setattr(module, "overlapped", lambda device: able)
+        monkeypatch.setattr(module, "overlapped", lambda device, at_once=False: able)
     group = LastRank(size)
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = torch.zeros(4, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
