@@ -44,7 +44,7 @@ class DeviceBeams:
         ordering: Ordering,
         device: torch.device,
         rows: SamplingRows | None = None,
-        launch: Mapping[str, bool] | None = None,
+        launch: Mapping[str, int] | None = None,
     ) -> None:
         self._launch = launch or {}
         self._batch, self._topk, self._vocab = batch, topk, vocab
@@ -157,7 +157,7 @@ def works(
     topk: int,
     vocab: int,
     device: torch.device,
-    launch: Mapping[str, bool] | None = None,
+    launch: Mapping[str, int] | None = None,
 ) -> bool:
     """Returns whether the kernels compile here and build a known tree; logs why not.
 
