@@ -15,16 +15,30 @@ DEVICE void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Of weights, which are read once. Not `ld.global.nc`: ptxas moves such loads behind the wait for the
-// kernel before.
-DEVICE void load_words(u32* into, const u32* from) {
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(into[0]), "=r"(into[1]) : "l"(from) : "memory");
-}
-
+// Not `ld.global.nc`: ptxas moves such loads behind the wait for the kernel before.
 DEVICE u32 load_word(const u32* from) {
   u32 word;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
   return word;
+}
+
+// Barriers of copies by one lane, in the warp that reads what they bring.
+DEVICE void make_barrier(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory"); }
+
+DEVICE void end_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void expect_bytes(u32 barrier, u32 count) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void copy_piece(u32 to, const void* from, u32 count, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
+}
+
+DEVICE void wait_for_bytes(u32 barrier, u32 phase) {
+  asm volatile("{\n.reg .pred p;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN%=;\n}"
+               ::"r"(barrier), "r"(phase) : "memory");
 }
 
 DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -38,6 +52,18 @@ DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE void meet_block() { __syncthreads(); }
+
+DEVICE void meet_warp() { __syncwarp(); }
+
+DEVICE void load8(u32* into, u32 at) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(into[0]), "=r"(into[1]) : "r"(at) : "memory");
+}
+
+DEVICE u32 load4(u32 at) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
 
 DEVICE void load_matrices(u32* r, u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

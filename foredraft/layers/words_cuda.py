@@ -33,7 +33,7 @@ class WordsMethod(LinearMethod):
 
     `words_kernels` describes their order.
 
-    Parameters of the layer: `weight` int32 [tiles, inputs * bits / 256, 16, 8]; `scales` float32
+    Parameters of the layer: `weight` int32 [tiles, units, 16, unit]; `scales` float32
     [tiles, groups, 16], or with 4 bits int32, which hold zero points too.
     """
 
@@ -71,7 +71,7 @@ class WordsMethod(LinearMethod):
         words = units[:, :, 0].int()
         for plane in range(1, planes):
             words |= units[:, :, plane].int() << bits * plane
-        linear.weight = _parameter(_in_tiles(words.view(num_outputs, -1, 8)))
+        linear.weight = _parameter(_in_tiles(_turned(words)))
         scales = matrix.scales
         if bits == 8:
             linear.scales = _parameter(_in_tiles(scales.float()))
@@ -179,6 +179,18 @@ class WordsMethod(LinearMethod):
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def _turned(units: torch.Tensor) -> torch.Tensor:
+    """Moves eight words at a time of units [outputs, units, words] on, in a ring, by as many places
+    as the output's number says.
+    """
+    pieces = units.view(*units.shape[:2], -1, 8)
+    count = pieces.shape[2]
+    turned = torch.empty_like(pieces)
+    for turn in range(count):
+        turned[turn::count] = pieces[turn::count].roll(turn, 2)
+    return turned.view(units.shape)
 
 
 def _in_tiles(lines: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ A unit is UNIT words of an output: bits BITS * j of word i are input j * UNIT + 
 each plane j of a unit is a product of its own. The inputs are cut into PARTS; each part is summed
 up in its order, then the parts in theirs.
 
-Words of 16 outputs lie together, int32 [tiles, words / 8, 16, 8], so that 16 outputs are read from
-one piece of memory; so do their factors, [tiles, groups, 16].
+Units of 16 outputs lie together, int32 [tiles, units, 16, UNIT], so that they are copied in one
+piece; so do their factors, [tiles, groups, 16]. Eight words of a unit at a time lie as many places
+later as the output's number says, in a ring, so that rows have no bank conflicts in shared memory.
 """
 
 # mypy: ignore-errors
@@ -88,9 +89,10 @@ def _factors(ptr, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _word_offsets(outputs, word):
+def _word_offsets(outputs, word, UNIT: tl.constexpr):
     """Offsets of the words of some outputs, less 16 times the number of words of all their tiles."""
-    return outputs % 16 * 8 + word // 8 * 128 + word % 8
+    place = (word // 8 + outputs) % (UNIT // 8)
+    return word // UNIT * (16 * UNIT) + outputs % 16 * UNIT + place * 8 + word % 8
 
 
 @triton.jit
@@ -139,7 +141,7 @@ def multiply_few(
     share = words // PARTS
     part = tl.arange(0, PARTS)[:, None]
     w = w_ptr + (source // 16).to(tl.int64)[None, :, None] * (16 * words)
-    w += _word_offsets(source[None, :, None], (part * share)[:, :, None] + k)
+    w += _word_offsets(source[None, :, None], (part * share)[:, :, None] + k, UNIT)
     x = x_ptr + m.to(tl.int64)[None, :, None] * (words * PLANES)
     x = x + (part * (share * PLANES))[:, :, None] + k
     in_m = (m < rows)[None, :, None]
@@ -202,7 +204,7 @@ def multiply_some(
     source = tl.where(n < outputs, n, 0) + line // BLOCK_N * outputs
     share = words // PARTS
     w = w_ptr + (source // 16).to(tl.int64)[:, None] * (16 * words)
-    w += _word_offsets(source[:, None], k)
+    w += _word_offsets(source[:, None], k, UNIT)
     groups = 1
     if GROUP > 0:
         groups = words * PLANES // GROUP
@@ -249,7 +251,7 @@ def dequantize_words(
     first_word = tl.program_id(1) * UNIT
     tiles = (safe_n // 16).to(tl.int64)
     words = w_ptr + tiles[:, None] * (inputs // PLANES * 16)
-    words = tl.load(words + _word_offsets(safe_n[:, None], first_word + k[None, :]))
+    words = tl.load(words + _word_offsets(safe_n[:, None], first_word + k[None, :], UNIT))
     out = out_ptr + safe_n.to(tl.int64)[:, None] * inputs + first_word * PLANES + k[None, :]
     factors = factors_ptr + tiles * (inputs // GROUP * 16) + safe_n % 16
     for plane in tl.static_range(PLANES):

@@ -14,9 +14,10 @@ _UNIT = 32  # words of a unit
 _GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
 _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
-# Units in registers; the larger number for blocks of so few warps, where units are enough.
-_AHEAD, _FAR_AHEAD, _FEW_WARPS = 4, 7, 8
-_ROOM = 227 * 1024  # bytes of shared memory of a block
+_STAGES = (3, 7)  # minimum and maximum number of units in shared memory
+_CHUNK = 4  # units whose rows of x are copied at a time
+# Bytes of shared memory of a block: so many that the next kernel's block fits beside it, and at most.
+_ROOM, _MOST_ROOM = 113 * 1024, 227 * 1024
 
 _PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
 
@@ -59,18 +60,22 @@ def multiply(
     outputs = linear.num_outputs // 2 if gated else linear.num_outputs
     is_channel = group not in _GROUPS
     halves = 2 if gated else 1
+    groups = 1 if is_channel else _UNIT * 8 // group
+    stage = _UNIT * _TILE * 4 + (0 if is_channel else 64 * groups)
+    least, most = _STAGES
     own = _tiles(outputs // _TILE, parts * halves, x.device)
+    while own > 1 and _shared_bytes(rows, parts, own * parts * halves, least, stage) > _MOST_ROOM:
+        own -= 1
     warps = own * parts * halves
-    ahead = _AHEAD
-    is_long = inputs // (parts * _UNIT * 8) >= _FAR_AHEAD
-    if warps <= _FEW_WARPS and is_long and _shared_bytes(rows, parts, warps, _FAR_AHEAD) <= _ROOM:
-        ahead = _FAR_AHEAD
+    stages = min(most, inputs // (parts * _UNIT * 8))
+    while stages > least and _shared_bytes(rows, parts, warps, stages, stage) > _ROOM:
+        stages -= 1
     constants = {
-        "PARTS": parts, "TILES": own * halves, "GATED": int(gated),
-        "GROUPS": 1 if is_channel else _UNIT * 8 // group, "CHANNEL": int(is_channel),
-        "AHEAD": ahead, "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
+        "PARTS": parts, "TILES": own * halves, "GATED": int(gated), "GROUPS": groups,
+        "CHANNEL": int(is_channel), "STAGES": stages,
+        "COLUMN_TILES": -(-rows // 8), "HAS_BIAS": int(linear.bias is not None),
     }  # fmt: skip
-    shared_bytes = _shared_bytes(rows, parts, warps, ahead)
+    shared_bytes = _shared_bytes(rows, parts, warps, stages, stage)
     if not _PROGRAM.is_ready(constants, shared_bytes):
         return None
     out = x.new_empty((rows, outputs))
@@ -84,11 +89,13 @@ def multiply(
     return out
 
 
-def _shared_bytes(rows: int, parts: int, warps: int, ahead: int) -> int:
-    """Returns the bytes of shared memory of a block: rows of x of the units of each part that are
+def _shared_bytes(rows: int, parts: int, warps: int, stages: int, stage: int) -> int:
+    """Returns the bytes of shared memory of a block: barriers, units, rows of x of those that are
     computed and those that come next, and the sums of its warps.
     """
-    return 2 * rows * (parts * ahead * 512 + 16) + warps * rows * _TILE * 4
+    barriers = -(-warps * stages * 8 // 128) * 128
+    x = 2 * rows * (parts * _CHUNK * 512 + 16)
+    return barriers + warps * stages * stage + x + warps * rows * _TILE * 4
 
 
 def _tiles(count: int, warps: int, device: torch.device) -> int:

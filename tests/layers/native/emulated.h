@@ -42,9 +42,14 @@ void copy16(u32 to, const void* from) {
   memcpy(shared_memory + to, from, 16);
 }
 u32 load_word(const u32* from) { return *from; }
-void load_words(u32* into, const u32* from) {
-  if ((uintptr_t)from % 8) abort();
-  memcpy(into, from, 8);
+void make_barrier(u32 at) {
+  if (at % 8) abort();
+}
+void end_barriers() {}
+void expect_bytes(u32 barrier, u32 count) {}
+void copy_piece(u32 to, const void* from, u32 count, u32 barrier) {
+  if ((to | (uintptr_t)from | count) % 16) abort();
+  memcpy(shared_memory + to, from, count);
 }
 void end_copies() {}
 template <int LATER> void wait_for_copies() {}
@@ -52,12 +57,14 @@ void wait_for_kernel_before() {}
 void let_next_kernel_start() {}
 void meet_block() { block->arrive_and_wait(); }
 void meet_warp() { own_warp().all.arrive_and_wait(); }
+void wait_for_bytes(u32 barrier, u32 phase) { meet_warp(); }
 
 u32 load4(u32 at) {
   u32 word;
   memcpy(&word, shared_memory + at, 4);
   return word;
 }
+void load8(u32* into, u32 at) { into[0] = load4(at), into[1] = load4(at + 4); }
 void load_matrices(u32* r, u32 at) {
   Warp& warp = own_warp();
   const int lane = threadIdx.x % 32;
