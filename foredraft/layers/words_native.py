@@ -16,7 +16,7 @@ _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
 _STAGES = (3, 7)  # minimum and maximum number of units in shared memory
 _CHUNK = 4  # units whose rows of x are copied at a time
-# Bytes of shared memory of a block: so many that the next kernel's block fits beside it, and at most.
+# Bytes of shared memory of a block: so that the next kernel's fits beside it, and at most.
 _ROOM, _MOST_ROOM = 113 * 1024, 227 * 1024
 
 _PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
