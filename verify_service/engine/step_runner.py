@@ -165,12 +165,16 @@ class StepRunner:
         return plan
 
     def _draft(self, plan: StepPlan) -> Proposals:
-        if not self._drafts.each:
+        drafts = self._drafts
+        if not drafts.each:
             return NO_PROPOSALS
+        if self._sizes.is_silent and not (plan.prefill or drafts.must_sync):
+            self._emit()
+            return NO_PROPOSALS  # sooner than `propose` would find that it sends nothing
         requests = [DraftRequest(slot.seq, slot.max_tree_nodes) for slot in plan.decode]
         extending = [chunk.seq for chunk in plan.prefill]
         waits = any(one.max_nodes for one in requests)
-        return self._drafts.propose(requests, extending, self._work if waits else self._emit)
+        return drafts.propose(requests, extending, self._work if waits else self._emit)
 
     def _work(self) -> None:
         """Does what can be done while drafts work."""

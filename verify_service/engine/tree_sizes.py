@@ -52,6 +52,7 @@ class TreeSizes:
 
     Attributes:
         controller: The controller.
+        is_silent: Whether the newest planned step neither asks drafts nor tells them tokens.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class TreeSizes:
         self._trials: dict[int, list[Trial] | None] = {}
         self._is_resumed = True  # whether drafts were told anything but that they are suspended
         self._num_changes = [0] * len(self._each)
+        self.is_silent = False
         self._is_probing = False  # whether the newest plan was for the engine's own requests
         self._newest: Observed | None = None  # a step that the controller was not told of yet
         # By draft: extra tokens that it reads in the newest step that the host begins.
@@ -89,8 +91,11 @@ class TreeSizes:
             is_ahead: Whether the step is started before the running one is done.
         """
         controller = self.controller
-        if controller.stays_suspended and not (self._trials or self._probes or self._is_resumed):
-            return Plan([0] * len(sequences), 1)  # most steps while drafting is suspended
+        is_settled = not (self._trials or self._probes or self._is_resumed)
+        self.is_silent = False
+        if is_settled and controller.stays_suspended:  # most steps while drafting is suspended
+            self.is_silent = not any(one.capabilities.is_free for one in self._each)
+            return Plan([0] * len(sequences), 1)
         available = [one.epoch > 0 for one in self._each]
         if not sequences or not any(available):
             return Plan([0] * len(sequences), 1)
