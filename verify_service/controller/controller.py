@@ -106,8 +106,7 @@ class Controller:
         asks = self._bank.is_full and any(kind.is_asked_first for kind in self.drafts)
         config = self._config
         # On a CPU nothing but age changes evidence meanwhile; another text begins with a plan.
-        aged = config.forget_seconds / config.seen_enough
-        most = config.look_seconds if self.is_padded else aged
+        most = config.look_seconds if self.is_padded else config.forget_seconds / config.seen_enough
         most = most if self.keeps_states else config.forget_seconds / 2
         # A full bank pays for asking for n-grams.
         return self._unplanned < most and (self.is_padded or not asks)
@@ -298,7 +297,9 @@ class Controller:
         """
         if num_nodes and self._costs is not None and not self._is_forced:
             history.num_drafted += 1
-            is_first = history.num_drafted * len(self._candidates) <= self._config.prior_outcomes
+            # Two of a single text; several texts together show enough.
+            counts = history.num_drafted * (1 + len(self._candidates))
+            is_first = counts <= self._config.prior_outcomes
             if self.is_padded or self.drafts[draft].is_asked_first or not is_first:
                 self._acceptance[draft].record(history, draft, num_nodes, accepted, confidence)
             if history.cost:
@@ -359,12 +360,12 @@ class Controller:
         self._unplanned += cost
         passed, self._passed, self._num_passed = self._passed, 0.0, 0
         costs.pass_time(cost + passed)
-        plain = costs.plain(batch)
+        worth = step.tokens * costs.plain(batch) / batch
         if is_drafted:
             self._since_plain += cost
             if not self._is_forced:
                 is_first = all(self.drafts[n].is_asked_first for n, _ in wait.parts or [(0, wait)])
-                bank.drafted(cost, step.tokens * plain / batch, is_first)
+                bank.drafted(cost + costs.reading(wait.unread), worth, is_first)
         else:
             self._since_plain = 0.0
             beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)

@@ -330,7 +330,7 @@ def test_a_plan_is_renewed_while_a_step_waits() -> None:
 def test_the_first_outcomes_of_a_text_are_not_counted() -> None:
     """Where steps wait on a CPU; texts begin with tokens that are hard to guess."""
     for kind, table, num_counted in (
-        (DraftKind(5, 5), TYPICAL, 6),
+        (DraftKind(5, 5), TYPICAL, 8),
         (DraftKind(5, 5, is_asked_first=True), TYPICAL, 10),
         (DraftKind(5, 5), GridTable({(1, 1): 1.0, (1, 6): 1.1}), 10),
     ):
