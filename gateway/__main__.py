@@ -133,7 +133,8 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
 async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
     """Opens the fronts as soon as possible, then reports SERVING while a verifier is usable.
 
-    Ends, and sets `stop`, only where the tokenizer is missing or broken.
+    Ends, and sets `stop`, only where the tokenizer is missing or broken and a verifier has
+    answered.
     """
     opened = was_ready = False
     while True:
@@ -143,9 +144,11 @@ async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) 
                 opened = True
                 _relieve_collector()
             except CheckpointError as error:
-                logger.error("cannot start: %s", error)
-                stop.set()
-                return
+                if serving.pool.info is not None:
+                    logger.error("cannot start: %s", error)
+                    stop.set()
+                    return
+                # A verifier that cannot start either says more about the model.
             except (ForedraftError, OSError):
                 logger.exception("the tokenizer cannot be loaded; trying again")
                 await asyncio.sleep(2.0)

@@ -80,8 +80,6 @@ class Bank:
         """Takes a loss of `seconds` from the bank; a negative loss adds to it, up to `most` steps
         or a usual bank's. It owes a step at most.
         """
-        steps = min(
-            self._steps - seconds / self.step, max(most, self._config.bank_steps, self._steps)
-        )
-        self._steps = max(steps, -1.0)
+        most = max(most, self._config.bank_steps, self._steps)
+        self._steps = max(min(self._steps - seconds / self.step, most), -1.0)
         self.is_suspended |= self._steps <= 0 < seconds

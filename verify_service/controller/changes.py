@@ -25,6 +25,8 @@ class Changes:
         self.interrupted = 0.0
         self._costs = costs
         self._config = config
+        # Seconds of decoding over which steps with prompts are counted.
+        self._busy_seconds = config.forget_seconds / 8
         # Seconds before the target's part of a step that the host begins: without drafts, and with.
         self._leads = [0.0, config.switch_steps * costs.plain(1)]
         # Seconds that drafting loses by a step with prompts, and since the newest one.
@@ -46,8 +48,7 @@ class Changes:
         """
         if is_start:
             seconds = seconds + self.seconds / self._config.payback_steps
-        found: Array = seconds / max(1 - self._lost * self.interrupted, 0.1)
-        return found
+        return seconds / max(1 - self._lost * self.interrupted, 0.1)
 
     def spares(self, worth: float, more: float, has_prompts: bool) -> bool:
         """Decides whether a step that the host begins decodes plainly, since its trees are worth
@@ -68,10 +69,6 @@ class Changes:
             return False
         self._is_spared = not has_prompts
         return True
-
-    def is_alone(self, wait: Wait) -> bool:
-        """Returns whether the host began a step while others follow one another on the device."""
-        return self.follows and wait.seconds is not None and wait.lead > 0
 
     def observe(
         self, step: Observed, drafts: Sequence[DraftKind], is_changed: bool, has_trial: bool
@@ -96,7 +93,8 @@ class Changes:
         self.learn(wait)
         self._num_waited += wait.levels > 0
         self.follows &= self._num_waited < self._config.near_steps
-        is_alone = self.is_alone(wait)
+        # The host began this step, while others follow one another on the device.
+        is_alone = self.follows and wait.lead > 0
         is_unusual = costs.table.is_padded and (is_changed or has_trial or is_alone)
         costs.observe(step.batch, step.rows, step.seconds, not is_unusual)
         for number, part in parts:
@@ -110,7 +108,7 @@ class Changes:
 
     def interrupt(self, wait: Wait, is_suspended: bool) -> None:
         """Records a step with prompts."""
-        self.interrupted += 1 / self._config.busy_seconds
+        self.interrupted += 1 / self._busy_seconds
         if self.follows and not is_suspended:
             self._lost += (self._losing - self._lost) * self._config.newest_share
         self._losing = 0.0
@@ -139,4 +137,4 @@ class Changes:
 
     def passed(self, seconds: float) -> None:
         """Lets the rate of steps with prompts age by `seconds`."""
-        self.interrupted *= math.exp(-seconds / self._config.busy_seconds)
+        self.interrupted *= math.exp(-seconds / self._busy_seconds)

@@ -76,13 +76,6 @@ class ControllerConfig:
         return self.pool_memory / 4
 
     @property
-    def busy_seconds(self) -> float:
-        """Seconds of decoding over which steps with prompts are counted: an eighth of the time for
-        which evidence lasts.
-        """
-        return self.forget_seconds / 8
-
-    @property
     def newest_share(self) -> float:
         """Weight of the newest value in a running mean over about `near_steps` values."""
         return 2 / (self.near_steps + 1)

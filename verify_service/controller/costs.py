@@ -53,9 +53,9 @@ class CostModel:
 
     def targets(self, batch: int, rows: Array) -> Array:
         """Returns the seconds of the target's part for several numbers of rows, all with drafts."""
-        bare = self.table.many(batch, rows) + self._per_token * self.context
-        found: Array = math.exp(self._more) * bare
-        return found
+        return math.exp(self._more) * (
+            self.table.many(batch, rows) + self._per_token * self.context
+        )
 
     def draft(self, draft: int, sequences: int, levels: int, is_ahead: bool = False) -> float:
         """Returns the seconds that a step waits for a draft.

@@ -272,8 +272,7 @@ class Goodput:
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:
         """Returns gains with zeros for bins beyond each sequence's limit."""
         within = np.array([self.bins.num_within(limit) for limit in limits])
-        found: Array = np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
-        return found
+        return np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
 
 
 def _rows(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> list[list[int]]:

@@ -105,8 +105,7 @@ class RowTable:
     def many(self, batch: int, rows: Array) -> Array:
         """See `Table`."""
         beyond = np.maximum(rows - self._widths[-1], 0.0)
-        found: Array = np.interp(rows, self._widths, self._seconds) + self.row * beyond
-        return found
+        return np.interp(rows, self._widths, self._seconds) + self.row * beyond
 
     def bucket(self, batch: int, rows: int) -> int:
         """See `Table`."""
