@@ -39,7 +39,7 @@ def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:
     """
     times = executor.measure()
     if times is not None:
-        table = ", ".join(f"{b}x{r}: {t * 1e3:.2f}" for (b, r), t in sorted(times.table().items()))
+        table = ", ".join(f"{b}x{r}: {t * 1e3:.2f}" for (b, r), t in sorted(times.measured.items()))
         logger.info("captured steps in ms by sequences x rows: %s", table)
         return times
     room = pool.num_pages * pool.page_size
@@ -61,6 +61,6 @@ def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:
         seconds = without_waits(seconds, spent, torch.get_num_threads())
     by_rows = RowTable(widths, seconds)
     pool.release(pages)
-    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.table().items())
+    table = ", ".join(f"{rows}: {seconds * 1e3:.1f}" for rows, seconds in by_rows.measured.items())
     logger.info("target forward in ms by rows: %s", table)
     return by_rows

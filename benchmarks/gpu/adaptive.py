@@ -294,7 +294,7 @@ def measure(bench: Bench, args: argparse.Namespace, result: dict[str, Any]) -> N
     times: Any = bench.adaptive._costs.table
     gc.collect()
     gc.freeze()  # as the service does
-    result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.table().items()}
+    result["measured_at_start_ms"] = {f"{b}x{r}": s * 1e3 for (b, r), s in times.measured.items()}
     for batch in args.batch:  # warms up
         bench.meter.resize(batch)
         for size in (1, times.rows(batch)[-1], 1, times.rows(batch)[-1]):

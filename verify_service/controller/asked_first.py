@@ -85,11 +85,8 @@ class Asking:
         """
         bank, batch, asked, brought = self._bank, len(candidates), {}, 0.0
         for number, kind in enumerate(self._drafts):
-            own = [
-                one.history
-                for one, limit in zip(candidates, limits, strict=True)
-                if limit and one.history.chosen == number
-            ]
+            pairs = zip(candidates, limits, strict=True)
+            own = [one.history for one, limit in pairs if limit and one.history.chosen == number]
             if kind.is_asked_first and own:
                 cost = self._costs.draft(number, len(own), 1) * batch / bank.step
                 worth = sum(self.each[number].worth(own, bank.has_any))

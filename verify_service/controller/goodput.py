@@ -104,9 +104,8 @@ class Goodput:
         for number, kind in enumerate(self.drafts):
             if kind.is_asked_first:
                 seconds = costs.plain(batch) + costs.draft(number, batch, 1)
-                worth = self.asking[number].worth(
-                    [one.history for one in candidates], deviations > 0
-                )
+                histories = [one.history for one in candidates]
+                worth = self.asking[number].worth(histories, deviations > 0)
                 values[number] = batch * (1 + np.array(worth)) / seconds
             else:
                 sizes = np.array(bins.sizes[: bins.num_within(kind.max_nodes)])
@@ -138,12 +137,9 @@ class Goodput:
     def of_offers(self, offers: Sequence[Offer]) -> Array:
         """Returns the expected accepted nodes of proposals that have come, [offers, bins]."""
         gains = np.zeros((len(offers), len(self.bins)))
+        numbers = [max(one.history.chosen, 0) if one.num_nodes else None for one in offers]
         for number, acceptance in enumerate(self.acceptance):
-            own = [
-                i
-                for i, offer in enumerate(offers)
-                if offer.num_nodes and max(offer.history.chosen, 0) == number
-            ]
+            own = [i for i, other in enumerate(numbers) if other == number]
             if own:
                 rows, pools = _rows(acceptance, number, [offers[i] for i in own])
                 gains[own] = acceptance.gains(rows, pools)

@@ -76,6 +76,9 @@ class RowTable:
     Args:
         widths: Measured numbers of rows, rising.
         seconds: Seconds for each number of rows.
+
+    Attributes:
+        measured: Seconds by width, for logs and benchmarks.
     """
 
     is_padded = False
@@ -83,6 +86,7 @@ class RowTable:
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
         self._widths = list(widths)
         self._seconds = rising(seconds)
+        self.measured = dict(zip(widths, self._seconds, strict=True))
         self.unit = self._seconds[0]
         self.row = 0.0
         if len(widths) > 1:
@@ -148,22 +152,21 @@ class RowTable:
 
         return Choices(added, batch + others + rows, levels, nodes)
 
-    def table(self) -> dict[int, float]:
-        """Returns seconds by width, for logs and benchmarks."""
-        return dict(zip(self._widths, self._seconds, strict=True))
-
 
 class GridTable:
     """Seconds of steps that are padded to captured shapes, as on a GPU.
 
     Args:
         seconds: Seconds by (batch, rows of each sequence); every batch has at least one row.
+
+    Attributes:
+        measured: Seconds by shape, for logs and benchmarks.
     """
 
     is_padded = True
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        self._seconds = dict(seconds)
+        self._seconds = self.measured = dict(seconds)
         self.unit = self._seconds.get((1, 1)) or min(self._seconds.values())
         self._batches = sorted({batch for batch, _ in seconds})
         self._rows = {
@@ -219,10 +222,6 @@ class GridTable:
             return [shapes[index] - 1 if has_any else 0 for has_any in is_within.tolist()]
 
         return Choices(added, np.array(shapes, float), levels, nodes)
-
-    def table(self) -> dict[tuple[int, int], float]:
-        """Returns seconds by shape, for logs and benchmarks."""
-        return dict(self._seconds)
 
 
 def rising(values: Sequence[float]) -> list[float]:
