@@ -31,6 +31,7 @@ from foredraft.models.head_kinds import (
 )
 from foredraft.models.loader import (
     DUMMY_STD,
+    check_fits,
     fill_tensors_randomly,
     finish_linears,
     may_fill,
@@ -199,16 +200,7 @@ def _fill(
         if name not in names:
             continue
         entry = tensors.entries[names[name]]
-        if not target.takes(entry.shape):
-            raise CheckpointError(
-                f"{directory}: tensor {names[name]} has shape {list(entry.shape)}, config.json and"
-                f" the target ask for {list(target.shape)}"
-            )
-        if not may_fill(entry.dtype, target.memory.dtype):
-            raise CheckpointError(
-                f"{directory}: tensor {names[name]} has type {entry.dtype}, config.json asks for"
-                f" {target.memory.dtype}"
-            )
+        check_fits(directory, names[name], entry, target, "config.json and the target ask")
         tensors.copy_to(names[name], target)
         check_finite(target.memory, names[name], directory)
     finish_linears(head, directory)

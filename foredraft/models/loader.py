@@ -182,17 +182,28 @@ def _target_of(
         if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(ignored)):
             return None
         raise CheckpointError(f"{file.path}: unexpected tensor {name} {list(entry.shape)}")
+    check_fits(file.path, name, entry, target)
+    return target
+
+
+def check_fits(
+    where: Path, name: str, entry: TensorEntry, target: Target, asks: str = "config.json asks"
+) -> None:
+    """Raises CheckpointError if a stored tensor does not have its target's shape and type.
+
+    Args:
+        where: File or directory of the tensor.
+        asks: Who asks for the shape, and the verb.
+    """
     if not target.takes(entry.shape):
         raise CheckpointError(
-            f"{file.path}: tensor {name} has shape {list(entry.shape)}, "
-            f"config.json asks for {list(target.shape)}"
+            f"{where}: tensor {name} has shape {list(entry.shape)}, {asks} for {list(target.shape)}"
         )
     if not may_fill(entry.dtype, target.memory.dtype):
         raise CheckpointError(
-            f"{file.path}: tensor {name} has type {entry.dtype}, "
-            f"config.json asks for {target.memory.dtype}"
+            f"{where}: tensor {name} has type {entry.dtype}, config.json asks for"
+            f" {target.memory.dtype}"
         )
-    return target
 
 
 def may_fill(stored: torch.dtype, kept: torch.dtype) -> bool:
