@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 
 from draft_service.drafters.heads import HeadDrafter
+from foredraft.config.services import DraftConfig
 from testing.block_drafts import BlockReference, parallel_chain, tiny_block
-from testing.draft_heads import TinyHead
+from testing.draft_heads import TinyHead, save_head
 from testing.head_verifier import Verifier, attached, text
+from testing.plan_attention import PlanAttention
 
 SPECULATORS = {"layout": "speculators"}
 SLIDING = {"num_layers": 3, "window": 6, "sliding": (0, 2)}
@@ -30,6 +32,25 @@ KINDS: dict[str, tuple[TinyHead, dict[str, Any]]] = {
     "dspark-rnn": (tiny_block("DSPARK", 9, markov="rnn", draft_vocab=80, **SPECULATORS), {}),
     "dspark-modelopt": (tiny_block("DSPARK", 10, layout="modelopt"), {}),
 }
+
+
+def load(head: TinyHead, target: Path, folder: Path, **flags: Any) -> HeadDrafter:
+    """Saves a head in `folder`, and loads it as a draft service with these flags does."""
+    return HeadDrafter.load(
+        DraftConfig(
+            model_path=str(target),
+            speculative_algorithm=head.algorithm,
+            speculative_draft_model_path=str(save_head(head, folder)),
+            **flags,
+        )
+    )
+
+
+def load_on_cpu(head: TinyHead, target: Path, folder: Path) -> HeadDrafter:
+    """Loads a head on one thread; its attention reads plans, as a GPU's does."""
+    drafter = load(head, target, folder, device="cpu", num_threads=1)
+    drafter.attention = PlanAttention()
+    return drafter
 
 
 def limits(steps: int) -> tuple[int, int, int]:

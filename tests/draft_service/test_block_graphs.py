@@ -10,17 +10,13 @@ import pytest
 
 from draft_service.drafters.block_proposer import BlockProposer
 from draft_service.drafters.graph_drafting import GraphSettings
-from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.parallel_proposer import ParallelProposer
-from foredraft.config.services import DraftConfig
 from foredraft.transport.inline import InlineReader
 from foredraft.transport.rows import RowFormat
-from testing.block_cases import KINDS
+from testing.block_cases import KINDS, load_on_cpu
 from testing.block_drafts import tiny_peagle
 from testing.draft_cases import limits_of
-from testing.draft_heads import save_head
 from testing.head_verifier import Verifier, request_of
-from testing.plan_attention import PlanAttention
 from testing.sequence_lives import life
 
 HEADS = {kind: head for kind, (head, _) in KINDS.items()} | {
@@ -46,17 +42,7 @@ def blocks_life(verifier: Verifier, steps: int, topk: int, seed: int) -> list[An
 def test_the_same_trees_as_by_the_ordinary_path(
     kind: str, ordering: str, topk: int, target: Path, tmp_path: Path
 ) -> None:
-    head = HEADS[kind]
-    drafter = HeadDrafter.load(
-        DraftConfig(
-            model_path=str(target),
-            speculative_algorithm=head.algorithm,
-            speculative_draft_model_path=str(save_head(head, tmp_path)),
-            num_threads=1,
-            device="cpu",
-        )
-    )
-    drafter.attention = PlanAttention()
+    drafter = load_on_cpu(HEADS[kind], target, tmp_path)
     steps = drafter.info().limits.num_steps
     found = []
     for static in (False, True):
@@ -75,17 +61,8 @@ def test_the_same_trees_as_by_the_ordinary_path(
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "peagle"])
 def test_rows_of_a_block_are_made_with_the_batches(kind: str, target: Path, tmp_path: Path) -> None:
     """And not by the first run: what a run allocates may belong to a graph that is thrown away."""
-    head = HEADS[kind]
-    drafter = HeadDrafter.load(
-        DraftConfig(
-            model_path=str(target),
-            speculative_algorithm=head.algorithm,
-            speculative_draft_model_path=str(save_head(head, tmp_path)),
-            num_threads=1,
-            device="cpu",
-        )
-    )
-    drafter.attention, drafter.graphs = PlanAttention(), GraphSettings(8, captures=False)
+    drafter = load_on_cpu(HEADS[kind], target, tmp_path)
+    drafter.graphs = GraphSettings(8, captures=False)
     steps = drafter.info().limits.num_steps
     proposer, _ = drafter.attach(request_of(target, limits=limits_of((steps, 1, steps + 1))))
     assert isinstance(proposer, BlockProposer | ParallelProposer)

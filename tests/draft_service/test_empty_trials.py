@@ -6,25 +6,14 @@ import pytest
 
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
-from foredraft.config.services import DraftConfig
-from testing.block_cases import KINDS, check_batch_that_grows, check_peagle
+from testing.block_cases import KINDS, check_batch_that_grows, check_peagle, load_on_cpu
 from testing.block_drafts import BlockReference, tiny_peagle
-from testing.draft_heads import TinyHead, save_head
+from testing.draft_heads import TinyHead
 from testing.empty_trials import capture_without_cuda
-from testing.plan_attention import PlanAttention
 
 
 def load(head: TinyHead, target: Path, folder: Path) -> HeadDrafter:
-    drafter = HeadDrafter.load(
-        DraftConfig(
-            model_path=str(target),
-            speculative_algorithm=head.algorithm,
-            speculative_draft_model_path=str(save_head(head, folder)),
-            num_threads=1,
-            device="cpu",
-        )
-    )
-    drafter.attention = PlanAttention()
+    drafter = load_on_cpu(head, target, folder)
     drafter.graphs = GraphSettings(8, captures=True)
     return drafter
 

@@ -8,12 +8,12 @@ import torch
 
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.models.block_draft import BlockDraft
-from foredraft.config.services import DraftConfig
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
+from testing import block_cases
 from testing.block_cases import KINDS, check_batch_that_grows, check_peagle
 from testing.block_drafts import BlockReference, tiny_peagle
-from testing.draft_heads import TinyHead, save_head
+from testing.draft_heads import TinyHead
 from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -22,15 +22,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 def load(
     head: TinyHead, target: Path, folder: Path, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> HeadDrafter:
-    return HeadDrafter.load(
-        DraftConfig(
-            model_path=str(target),
-            speculative_algorithm=head.algorithm,
-            speculative_draft_model_path=str(save_head(head, folder)),
-            device="cuda",
-            dtype=dtype,
-        )
-    )
+    return block_cases.load(head, target, folder, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
