@@ -156,9 +156,8 @@ class OverlapScheduler:
 
     def compute_behind(self, running: StepInFlight, chunks: list[PrefillChunk]) -> StepResult:
         """Starts prompts behind the running step; none of the chunks is a prompt's last."""
-        if (
-            self._drafts.capture is not None
-        ):  # drafts get these rows before the prompts are computed
+        if self._drafts.capture is not None:
+            # Drafts get these rows before the prompts are computed.
             count = len(running.sequences) * running.started.num_rows
             running.gathered = self._gather(running, count)
         pending = self._executor.submit(Step((), chunks, self._capture))

@@ -1,6 +1,7 @@
-"""Overlapped steps with several drafts, some of which follow on the device, while sequences
-change between them: random joins, leaves, cancels, preemptions and deaths of any draft give what
-plain decoding gives.
+"""Overlapped steps give what plain decoding gives, with several drafts of which some follow on the
+device.
+
+Between steps sequences join and leave at random, are cancelled or preempted, and drafts die.
 """
 
 import random
