@@ -90,6 +90,7 @@ def _measure(args: argparse.Namespace, captured: bool = True) -> Medians:
         target, head = write_checkpoints(Path(folder), args.layers)
         algorithm, flags = flags_of("none", head, largest, longest)
         flags["chunked_prefill_size"] = max(4096, longest * largest)
+        flags["context_length"] = max(4096, longest + 1)
         flags["tensor_parallel_size"] = args.tp
         if not captured:
             MixedGraphs.takes = lambda self, rows: False  # type: ignore[method-assign]
