@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import os
 from collections.abc import Hashable
 from pathlib import Path
@@ -20,13 +21,21 @@ _FLOAT_BYTES = 4  # bytes of a number in float32
 _LEAST_STEP = 8  # minimum distance between numbers of rows that cuBLAS computes
 _ROWS_AT_ONCE = 512  # number of rows that random numbers are made for at a time
 _OUTLIERS = 0.002  # part of the numbers of a proof that are a hundred times as large as the others
+_TIMED_ROWS = 1024  # rows up to which cuBLAS selects badly for some numbers, so that times decide
+_LIBRARY_SIZES = 3  # numbers of rows that are tried for cuBLAS
+_WORTH = 0.92  # of cuBLAS's time for about as many rows: less is noise
+_REPLAYS = 5
+_COPIED_BYTES = 4e6  # bytes that rows that are added, or parts, move in a microsecond
+_OWN = 0  # in place of a number of rows: our own kernels
 
 
 class Proofs:
-    """Records for which shapes cuBLAS gives the bits of our own kernels.
+    """Records for which shapes cuBLAS gives the bits of our own kernels, and which is faster.
 
     cuBLAS selects its kernel by the shape alone, so one product of random numbers in a captured
-    graph and one outside of graphs decide. A file keeps the results for the next start.
+    graph and one outside of graphs decide. For some numbers of rows it selects badly: 448 rows of a
+    matrix took 1.7 times as long as 512. So our own kernel and somewhat more rows are timed too. A
+    file keeps the results for the next start.
 
     Args:
         path: File for one card, driver and set of libraries; None to keep nothing.
@@ -34,37 +43,71 @@ class Proofs:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._found: dict[str, bool] = {}
-        self._known: dict[Hashable, bool] = {}
+        # Microseconds of products; None where cuBLAS gives other bits.
+        self._found: dict[str, float | None] = {}
+        self._sizes: dict[Hashable, int] = {}
         if path is not None and path.is_file():
             try:
                 found = json.loads(path.read_text())
-                self._found = {str(key): found[key] is True for key in found}
+                self._found = {
+                    str(key): None if found[key] is None else float(found[key]) for key in found
+                }
             except (OSError, ValueError, TypeError) as error:
                 logger.warning("%s is not read, cuBLAS is compared anew: %s", path, error)
 
-    def holds(
+    def size(
         self, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_rows: int
-    ) -> bool:
-        """Returns whether cuBLAS may compute this number of rows; while a graph is captured,
-        whether that is known.
+    ) -> int:
+        """Returns the number of rows at which cuBLAS computes a product; 0 where our own kernels
+        do, or where a graph is captured and nothing is known.
 
         Args:
             parts: See `exact_gemm.num_parts`; each is a product for cuBLAS.
         """
         shape = weight.dtype, weight.shape, bias is None, parts, num_rows
-        if shape not in self._known:
-            outputs, inputs = weight.shape
-            dtype = str(weight.dtype).removeprefix("torch.")
-            kind = " bias" if bias is not None else f" in {parts}" if parts > 1 else ""
-            key = f"{dtype} {outputs}x{inputs}{kind} {num_rows}"
-            if key not in self._found:
-                if torch.cuda.is_current_stream_capturing():
-                    return False
-                self._found[key] = _is_equal(weight, bias, parts, num_rows)
-                self._save()
-            self._known[shape] = self._found[key]
-        return self._known[shape]
+        if shape not in self._sizes:
+            times = {
+                size: self._time(weight, bias, parts, size, num_rows)
+                for size in library_sizes(num_rows)
+            }
+            if num_rows <= _TIMED_ROWS:
+                times[_OWN] = self._time(weight, bias, parts, _OWN, num_rows)
+            known = {size: time for size, time in times.items() if time is not None}
+            if len(known) < len(times):
+                return _OWN
+            first = proven_size(num_rows)
+            best = min(known, key=lambda size: known[size])
+            if known[best] > _WORTH * known[first]:
+                best = first
+            self._sizes[shape] = best if known[best] < math.inf else _OWN
+        return self._sizes[shape]
+
+    def _time(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        parts: int,
+        size: int,
+        num_rows: int,
+    ) -> float | None:
+        """Returns microseconds of a product of `num_rows` rows that cuBLAS computes as `size`
+        ones; infinity where it gives other bits, None where a graph is captured and nothing known.
+        """
+        outputs, inputs = weight.shape
+        dtype = str(weight.dtype).removeprefix("torch.")
+        kind = " bias" if bias is not None else f" in {parts}" if parts > 1 else ""
+        key = f"{dtype} {outputs}x{inputs}{kind} {size or f'{num_rows} own'}"
+        if key not in self._found:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            self._found[key] = _measured(weight, bias, parts, size, size or num_rows)
+            self._save()
+        found = self._found[key]
+        if found is None:
+            return math.inf
+        # Rows are copied where some are added.
+        copied = 2 * size * inputs * weight.itemsize if size > num_rows else 0
+        return found + copied / _COPIED_BYTES
 
     def _save(self) -> None:
         if self._path is None:
@@ -104,7 +147,7 @@ class ExactMethod(LinearMethod):
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        (outputs, inputs), size = linear.weight.shape, proven_size(num_rows)
+        (outputs, inputs), size = linear.weight.shape, library_sizes(num_rows)[-1]
         parts = exact_gemm.num_parts(linear.weight, linear.bias)
         result = size * outputs * (parts * _FLOAT_BYTES if parts > 1 else itemsize)
         padded = size * inputs * itemsize if size > num_rows else 0
@@ -127,20 +170,31 @@ class ExactMethod(LinearMethod):
     ) -> torch.Tensor:
         """Computes [num_rows, outputs], or float32 [2, num_rows, outputs] still to be added up."""
         parts, num_rows = exact_gemm.num_parts(weight, bias), x.shape[0]
-        if parts > 1 and exact_gemm.sums_parts(weight, num_rows):
-            return exact_gemm.multiply_parts(x, weight, None, parts)
-        most = exact_gemm.SKINNY_ROWS if parts == 1 else exact_gemm.PART_ROWS
-        if num_rows > most:
-            size = proven_size(num_rows)
-            if self._proofs.holds(weight, bias, parts, size):
-                if size > num_rows:
-                    x = F.pad(x, (0, 0, 0, size - num_rows))
-                if parts == 1:
-                    return F.linear(x, weight, bias)[:num_rows]
-                return _library_parts(x, weight, parts)[:, :num_rows]
-        if parts == 1:
-            return exact_gemm.multiply(x, weight, bias)
-        return exact_gemm.multiply_in_parts(x, weight, parts)
+        if num_rows > (exact_gemm.SKINNY_ROWS if parts == 1 else exact_gemm.PART_ROWS):
+            size = self._proofs.size(weight, bias, parts, num_rows)
+            if size:
+                return _by_library(x, weight, bias, parts, size)[..., :num_rows, :]
+        return _by_own(x, weight, bias, parts)
+
+
+def _by_own(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+) -> torch.Tensor:
+    """Computes `ExactMethod._in_parts` by our own kernels."""
+    if parts == 1:
+        return exact_gemm.multiply(x, weight, bias)
+    if exact_gemm.sums_parts(weight, x.shape[0]):
+        return exact_gemm.multiply_parts(x, weight, None, parts)
+    return exact_gemm.multiply_in_parts(x, weight, parts)
+
+
+def _by_library(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_rows: int
+) -> torch.Tensor:
+    """Computes `ExactMethod._in_parts` by cuBLAS, with zeros for rows beyond those of `x`."""
+    if num_rows > x.shape[0]:
+        x = F.pad(x, (0, 0, 0, num_rows - x.shape[0]))
+    return F.linear(x, weight, bias) if parts == 1 else _library_parts(x, weight, parts)
 
 
 def _library_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
@@ -160,9 +214,27 @@ def proven_size(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def library_sizes(num_rows: int) -> list[int]:
+    """Returns the numbers of rows at which cuBLAS may compute this many, in ascending order."""
+    sizes = [proven_size(num_rows)]
+    while num_rows <= _TIMED_ROWS and len(sizes) < _LIBRARY_SIZES:
+        sizes.append(proven_size(sizes[-1] + 1))
+    return sizes
+
+
 @torch.no_grad()
-def _is_equal(weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_rows: int) -> bool:
-    """Compares all bits of a product of random numbers, some of them very large."""
+def _measured(
+    weight: torch.Tensor, bias: torch.Tensor | None, parts: int, size: int, num_rows: int
+) -> float | None:
+    """Times a product of random numbers, some of them very large, in a captured graph.
+
+    Args:
+        size: `num_rows` for cuBLAS, or `_OWN`.
+
+    Returns:
+        Microseconds, those for adding up parts included, or 0 for so many rows that no time decides
+        anything; None where cuBLAS gives other bits than our own kernels, in a graph or outside.
+    """
     device = weight.device
     generator = torch.Generator(device=device).manual_seed(num_rows)
     x = weight.new_empty(num_rows, weight.shape[1])
@@ -171,27 +243,50 @@ def _is_equal(weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_r
         large = torch.rand(part.shape, device=device, generator=generator) < _OUTLIERS
         part.mul_(torch.where(large, 100.0, 1.0))
 
-    def by_library() -> torch.Tensor:
-        if parts == 1:
-            return F.linear(x, weight, bias)
-        return _library_parts(x, weight, parts)
+    def product() -> torch.Tensor:
+        if size == _OWN:
+            return _by_own(x, weight, bias, parts)
+        return _by_library(x, weight, bias, parts, size)
 
-    if parts == 1:
-        own = exact_gemm.multiply(x, weight, bias)
+    if size == _OWN:
+        wanted = product()
+    elif parts == 1:
+        wanted = exact_gemm.multiply(x, weight, bias)
     else:
-        own = exact_gemm.multiply_in_parts(x, weight, parts)
-    if not torch.equal(own.view(torch.int16), by_library().view(torch.int16)):
-        return False
+        wanted = exact_gemm.multiply_in_parts(x, weight, parts)
+    if size != _OWN and not _same_bits(product(), wanted):
+        return None
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
     with no_collection(), torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="thread_local")
-        captured = by_library()
+        captured = product()
         graph.capture_end()
         graph.replay()
+        microseconds = _least(graph) if num_rows <= library_sizes(_TIMED_ROWS)[-1] else 0.0
     torch.cuda.current_stream(device).wait_stream(side)
-    return torch.equal(own.view(torch.int16), captured.view(torch.int16))
+    if not _same_bits(captured, wanted):
+        return None
+    added = captured.numel() * captured.itemsize if captured.dim() == 3 else 0
+    return microseconds + added / _COPIED_BYTES
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def _least(graph: torch.cuda.CUDAGraph) -> float:
+    """Returns the microseconds of the fastest of a few replays."""
+    times = []
+    for _ in range(_REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return min(times)
 
 
 @functools.cache

@@ -138,22 +138,41 @@ def test_a_library_that_cuts_columns_is_not_used(monkeypatch, tmp_path):
     weight = numbers(4096, 4096).mul_(0.02)
     file = tmp_path / "found" / "proofs.json"
     proofs = Proofs(file)
-    assert proofs.holds(weight, None, 1, 512)
+    assert proofs.size(weight, None, 1, 2048) == 2048
 
     def cut(x, weight, bias):
         parts = zip(x.float().chunk(2, 1), weight.float().chunk(2, 1), strict=True)
         return sum(one @ other.t() for one, other in parts).to(x.dtype)
 
     monkeypatch.setattr(exact_linear.F, "linear", cut)
-    assert not Proofs().holds(weight, None, 1, 512)
-    assert not proofs.holds(weight, None, 1, 1024)
+    assert not Proofs().size(weight, None, 1, 512)
+    assert not Proofs().size(weight, None, 1, 2048)
+    assert not proofs.size(weight, None, 1, 4096)
     # What was found is there for the next start.
     monkeypatch.undo()
     assert json.loads(file.read_text()) == {
-        "bfloat16 4096x4096 512": True,
-        "bfloat16 4096x4096 1024": False,
+        "bfloat16 4096x4096 2048": 0.0,
+        "bfloat16 4096x4096 4096": None,
     }
-    assert not Proofs(file).holds(weight, None, 1, 1024)
+    assert not Proofs(file).size(weight, None, 1, 4096)
+
+
+def test_the_fastest_of_equal_products_is_taken(monkeypatch):
+    weight = torch.empty(64, 64, dtype=torch.bfloat16)
+    times = {0: 12.0, 160: 9.0, 176: 30.0, 192: 20.0}  # 0: our own kernel
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(exact_linear, "_measured", lambda *args: times[args[3]])
+    assert Proofs().size(weight, None, 1, 150) == 160
+    times[0] = 8.5  # no more than noise
+    assert Proofs().size(weight, None, 1, 150) == 160
+    times[0] = 8.0
+    assert Proofs().size(weight, None, 1, 150) == 0
+    times[160] = None  # other bits
+    assert Proofs().size(weight, None, 1, 150) == 0
+    times[0] = 40.0
+    assert Proofs().size(weight, None, 1, 150) == 192
+    times[176] = times[192] = None
+    assert Proofs().size(weight, None, 1, 150) == 0
 
 
 def test_a_broken_file_of_proofs_is_not_read(tmp_path, caplog):

@@ -16,7 +16,7 @@ from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import make_exact
-from foredraft.layers.exact_linear import Proofs
+from foredraft.layers.exact_linear import Proofs, library_sizes
 from foredraft.layers.fp8_cuda import Fp8Method
 from foredraft.layers.linear import CudaMethod, Linear
 from foredraft.layers.quantized import OrderedMethod, UnpackedMethod
@@ -203,7 +203,7 @@ def check(planned: int, found: int, spare: float = SPARE) -> None:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kind", [PLAIN, TREE], ids=["plain", "tree"])
 def test_steps_with_prompts(gpu, monkeypatch, chunk, is_exact, weights, kind):
-    monkeypatch.setattr(Proofs, "holds", lambda *args: True)
+    monkeypatch.setattr(Proofs, "size", lambda *args: library_sizes(args[-1])[-1])
     limits = replace(kind, chunk=chunk)
     model, attention = model_of(weights, is_exact), attention_of(is_exact)
     plan = workspace_of(model, attention, limits)
@@ -236,7 +236,7 @@ def test_ranks(gpu, monkeypatch):
 
 @pytest.mark.parametrize("num_keys", [2048, 8192, 131072])
 def test_partial_sums_of_short_prompts(gpu, monkeypatch, num_keys):
-    monkeypatch.setattr(Proofs, "holds", lambda *args: True)
+    monkeypatch.setattr(Proofs, "size", lambda *args: library_sizes(args[-1])[-1])
     model, attention = model_of("plain", True), ExactAttention()
     limits = replace(PLAIN, chunk=256, num_sequences=1, num_keys=num_keys)
     most = max(
@@ -260,7 +260,7 @@ def captured(
 @pytest.mark.parametrize("is_exact", [False, True], ids=["off", "strict"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_captured_steps(gpu, monkeypatch, kind, is_exact, weights):
-    monkeypatch.setattr(Proofs, "holds", lambda *args: True)
+    monkeypatch.setattr(Proofs, "size", lambda *args: library_sizes(args[-1])[-1])
     model, attention = model_of(weights, is_exact), attention_of(is_exact)
     plan = workspace_of(model, attention, kind)
     layers = tuple(range(kind.num_captured))
