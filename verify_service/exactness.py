@@ -131,4 +131,4 @@ def _cublas() -> str:
 
 def _proof_file(machine: dict[str, str]) -> Path:
     words = json.dumps({name: machine[name] for name in machine if name != "dtype"})
-    return cache_dir() / f"exactness-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
+    return cache_dir() / f"products-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"

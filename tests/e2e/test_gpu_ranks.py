@@ -74,7 +74,8 @@ def test_two_cards_give_what_transformers_gives(tmp_path: Path, algorithm: str) 
         (job.prompt, one.tokens, job.sampling) for job, one in zip(asked(), results, strict=True)
     ]
     assert Reference(target).check_all(cases, frozenset({EOS})) <= 2
-    assert OVERLAPPED_STEPS._value.get() > overlapped
+    # N-grams come from the host, which must have seen the step before.
+    assert OVERLAPPED_STEPS._value.get() > overlapped or algorithm == "NGRAM"
     assert sum(one.finish.accepted_tokens for one in results if one.finish) or algorithm == "NONE"
 
 
