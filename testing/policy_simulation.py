@@ -89,14 +89,17 @@ def simulate(
     seed: int = 0,
     noise: float = 0.03,
     answer: int = 512,
+    are_alike: bool = False,
 ) -> Trace:
     """Runs a policy against the model.
 
     Args:
         noise: Standard deviation of a step's time; one step in 500 stalls besides.
         answer: Tokens of an answer; then another sequence takes its place.
+        are_alike: Whether as many nodes of a chain are right for all sequences of a step, as with
+            simulated accept lengths.
     """
-    run = _Run(model, policy, random.Random(seed), noise, answer)
+    run = _Run(model, policy, random.Random(seed), noise, answer, are_alike)
     pending = list(loads)
     arrivals: Iterator[float] = iter(())
     due = float("inf")
@@ -123,7 +126,13 @@ def _arrivals(load: Load, rng: random.Random) -> Iterator[float]:
 
 class _Run:
     def __init__(
-        self, model: StepModel, policy: Controller, rng: random.Random, noise: float, answer: int
+        self,
+        model: StepModel,
+        policy: Controller,
+        rng: random.Random,
+        noise: float,
+        answer: int,
+        are_alike: bool,
     ) -> None:
         self.trace, self.now = Trace(model), 0.0
         self._model = model
@@ -131,6 +140,7 @@ class _Run:
         self._rng = rng
         self._noise = noise
         self._answer = answer
+        self._are_alike, self._seed = are_alike, rng.getrandbits(32)
         self._answers: list[Answer] = []
         self._acceptance = (0.0, 0.0)
         self._shape = tree_shape(model.tree)
@@ -286,6 +296,11 @@ class _Run:
             one.rate = self._rng.uniform(*self._acceptance)
         return one.rate
 
+    def _alike(self, mean: float) -> int:
+        """Returns the number of right nodes in a step: `mean` on average, rounded up or down."""
+        draw = random.Random(self._seed + len(self.trace.steps)).random()
+        return int(mean + draw)
+
     def _land(self) -> None:
         if self._late is not None:
             self._late()
@@ -297,7 +312,10 @@ class _Run:
         rate = self._rate(one)
         if num:
             parents, ranks = self._shape
-            path = accepted_nodes(parents[:num], ranks[:num], rate, self._rng)
+            if self._are_alike:
+                path = list(range(num))[: self._alike(rate * self._model.tree[0])]
+            else:
+                path = accepted_nodes(parents[:num], ranks[:num], rate, self._rng)
             path = path[: one.num_left - 1]
         tokens = len(path) + 1
         one.num_left -= tokens

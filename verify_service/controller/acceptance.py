@@ -177,21 +177,28 @@ class Acceptance:
         # Outcomes far from their expectation mean a change: nothing but the newest counts then.
         means = told * self.gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
         mean, kept = means.sum(axis=1), 1 - config.newest_share
-        self._surplus = kept * self._surplus + float(hits.sum() - mean.sum())
+        # Sequences of a step may be alike: together they show a change as a few do, and no step
+        # outvotes all others.
+        batch = len({row for row, *_ in pending})
+        weight, share = (
+            min(most / batch, 1.0) for most in (config.seen_enough, config.prior_outcomes)
+        )
+        self._surplus = kept * self._surplus + share * float(hits.sum() - mean.sum())
         # Variances as of chains. Trees have smaller ones, so their changes are seen later.
         spreads = np.minimum(means @ bins.squares - mean**2, mean * (1 + mean))
-        self._variance = kept**2 * self._variance + float(spreads.sum())
+        self._variance = kept**2 * self._variance + share * float(spreads.sum())
         if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
             self._surplus = self._variance = 0.0
             self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
         before = told.copy()
         before[:, 1:] *= hits[:, :-1]
         for i, (row, pool, _, _) in enumerate(pending):
-            own, pooled = 1 - told[i] / config.own_memory, 1 - told[i] / config.pool_memory
+            own = 1 - told[i] / config.own_memory
+            pooled = 1 - weight * told[i] / config.pool_memory
             self._own_hits[row] = own * self._own_hits[row] + hits[i]
             self._own_tries[row] = own * self._own_tries[row] + told[i]
-            self._hits[pool] = pooled * self._hits[pool] + hits[i]
-            self._before[pool] = pooled * self._before[pool] + before[i]
+            self._hits[pool] = pooled * self._hits[pool] + weight * hits[i]
+            self._before[pool] = pooled * self._before[pool] + weight * before[i]
         pending.clear()
         self._ratios.clear()
         return True

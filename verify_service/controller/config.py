@@ -14,8 +14,9 @@ class ControllerConfig:
             of texts show.
         prior_repeat: Prior chance of a further guess of n-grams: repetitions tend to continue.
         prior_draft: Prior time of a draft's level, in plain steps: a head on a GPU or a fast CPU.
-        prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. As many steps
-            make the beginning of a text, which shows little.
+        prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. As many outcomes
+            of a step count where a change is looked for, and as many steps make the beginning of a
+            text, which shows little.
         pool_memory: Number of outcomes behind an estimate for all sequences: noise of 4 % against
             change in a second.
         own_memory: Number of outcomes behind an estimate for one sequence: texts change within some
@@ -72,7 +73,9 @@ class ControllerConfig:
 
     @property
     def seen_enough(self) -> float:
-        """Number of observations from which optimism ends: a fourth of all that count."""
+        """Number of observations from which optimism ends, and maximum weight of a step's: a fourth
+        of all that count.
+        """
         return self.pool_memory / 4
 
     @property

@@ -219,14 +219,16 @@ class Controller:
         groups = {one.history.group for one in candidates}
         used = {one.history.chosen for one in candidates} - set(asked)
         is_start = not any(self.is_drafting[number] for number in used)
-        # Drafts are rated a deviation better than they seem while the bank pays for it.
-        best = self._goodput.best(candidates, limits, float(bank.has_any), self._was_drafted)
+        are_beside = any(self.drafts[number].is_beside for number in used)
+        # Drafts are rated a deviation better than they seem while the bank pays for it. With an
+        # empty one, those that trials beside steps show must surely pay.
+        rated = 1.0 if bank.has_any else config.sure * are_beside
+        best = self._goodput.best(candidates, limits, rated, self._was_drafted)
         beside: dict[int, list[int]] = {}
         self._pays = False
         if best is not None:
-            are_beside = any(self.drafts[number].is_beside for number in used)
             evidence = min(self._acceptance[number].evidence(groups) for number in used)
-            is_known = costs.is_known and not are_beside and 2 * evidence >= config.seen_enough
+            is_known = costs.is_known and 2 * evidence >= config.seen_enough
             if not (is_start or are_beside):
                 bank.lend(is_known)
             # Who leaves must read much to come back.

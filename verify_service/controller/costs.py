@@ -88,8 +88,10 @@ class CostModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known how steps with and without drafts compare."""
-        return len(self._log) >= self._config.near_steps
+        """Whether it is known how steps with and without drafts compare: on a GPU from the start,
+        since captured steps take what they took when they were measured.
+        """
+        return self.table.is_padded or len(self._log) >= self._config.near_steps
 
     @property
     def check_share(self) -> float:

@@ -69,6 +69,7 @@ def test_what_greedy_texts_show_is_what_sampled_ones_begin_with() -> None:
     acceptance = Acceptance(SizeBins([1, 2]))
     for _ in range(100):
         acceptance.record(DraftHistory(), 0, 2, [], 0)
+        acceptance.learn()
     assert gains(acceptance, DraftHistory(group=1))[0] < 0.1
 
 
@@ -84,9 +85,10 @@ def test_a_change_of_all_sequences_is_noticed_in_one_step() -> None:
 
 def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little_better() -> None:
     acceptance = Acceptance(SizeBins([1]))
-    for _ in range(100):
-        acceptance.record(DraftHistory(), 0, 1, [], 0)
-    acceptance.learn()
+    for _ in range(2):
+        for _ in range(100):
+            acceptance.record(DraftHistory(), 0, 1, [], 0)
+        acceptance.learn()
     low = acceptance.gains([0], [0])[0, 0]
     assert acceptance.gains([0], [0], True)[0, 0] == low  # enough was seen
     for _ in range(100):
