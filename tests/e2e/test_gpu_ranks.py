@@ -116,7 +116,9 @@ def test_a_draft_on_a_card_of_its_own_changes_no_token(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    torch.cuda.init()  # what this process sees stays as it is
+    # What this process sees stays as it is; torch keeps the number once it is initialized.
+    torch.cuda.init()
+    assert torch.cuda.device_count() > 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     work = jobs(demo, 64)
     flags = {**draft_flags(algorithm, TREE), "require_transport": transport}
