@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draft_service.steps import graphs
-from draft_service.steps.graphs import DraftGraphs
+from draft_service.steps import graph_cache, graphs
+from draft_service.steps.draft_step import DraftStep
 
 
 class Made(TorchDispatchMode):
@@ -60,12 +60,12 @@ def _compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) -
     made = Made()
     for run in runs:
         assert isinstance(run, partial)
-        own: DraftGraphs = run.func.__self__  # type: ignore[attr-defined]
-        own._uploads.records(0, run.args[0])  # padding alone, so that nothing else is written
-        own._uploads.send(run.args[0])
+        own: DraftStep = run.func.__self__  # type: ignore[attr-defined]
+        own.uploads.records(0, run.args[0])  # padding alone, so that nothing else is written
+        own.uploads.send(run.args[0])
         with made:
             run()
-        own.finish()
+        own.uploads.finish()
     made.spoil()
     return 0
 
@@ -75,6 +75,6 @@ def capture_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(graphs, "run_aside", lambda run, device: run())
-    monkeypatch.setattr(graphs, "capture_graph", lambda run, pool: (_Graph(run), None))
+    monkeypatch.setattr(graph_cache, "run_aside", lambda run, device: run())
+    monkeypatch.setattr(graph_cache, "capture_graph", lambda run, pool: (_Graph(run), None))
     monkeypatch.setattr(graphs, "compile_ahead", _compile_ahead)

@@ -221,10 +221,10 @@ def _install_device(faults: Faults) -> None:
     exchange.wait = waited  # type: ignore[method-assign]
     before(exchange, "publish", lambda *_: faults.stall("handed on"))
     after(exchange, "publish", lambda *_: (faults.stall("published"), faults.arrive("enqueued")))
-    after(graphs.DraftGraphs, "__init__", lambda graphs, *_: _mark(graphs, faults))
+    after(graphs.DraftGraphs, "__init__", lambda graphs, *_: _mark(graphs.step, faults))
 
 
-def _mark(graphs: Any, faults: Faults) -> None:
+def _mark(step: Any, faults: Faults) -> None:
     """Inserts points between the stages of one attach's steps."""
     forwards = itertools.count()
 
@@ -239,8 +239,8 @@ def _mark(graphs: Any, faults: Faults) -> None:
         if name in DEVICE:
             faults.stall(name)
 
-    after(graphs, "_fill", planned)
-    after(graphs, "_forward", forwarded)
+    after(step.operations, "fill", planned)
+    after(step, "_forward", forwarded)
 
     def drafted(*_: Any) -> None:
         nonlocal forwards
@@ -248,7 +248,7 @@ def _mark(graphs: Any, faults: Faults) -> None:
         forwards = itertools.count(1)
         faults.stall("drafted")
 
-    before(graphs, "_hand_on_trees", drafted)
+    before(step.operations, "hand_on_trees", drafted)
 
 
 def main() -> None:

@@ -14,10 +14,9 @@ from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.hidden_source import HiddenSource, read_states
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.drafters.paged_sequences import Extension
-from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.models.markov import MarkovHead
-from draft_service.steps.block_graphs import BlockGraphs
 from draft_service.steps.block_runner import BlockRunner
+from draft_service.steps.block_step import BlockStep
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.runner.batch import SequenceRows
 from foredraft.trees.draft_tree import DraftTree
@@ -56,30 +55,18 @@ class BlockProposer(PagedProposer):
         settings, reader = self._settings, self.hidden
         if settings is None or reader is None:
             return None
-        runner, draft, layer = self._runner, self._draft_model, self._draft_model.config.layer
-        vocab = draft.lm_head.weight.shape[0]
-        shape = draft_shape(self._attach, self._limits, vocab, 0, layer.windows, shift=1)
-        max_batch = settings.max_batch(self._attach)
-        width = layer.hidden_size if self._attach.fused else draft.hidden_width
-        source = HiddenSource(reader, max_batch * shape.num_rows, width, draft.dtype, draft.device)
+        runner, draft = self._runner, self._draft_model
+        options = self._step_options(settings, draft.lm_head.weight.shape[0])
+        width = draft.config.layer.hidden_size if self._attach.fused else draft.hidden_width
+        num_rows = options.max_batch * options.shape.num_rows
+        source = HiddenSource(reader, num_rows, width, draft.dtype, draft.device)
 
         def features(rows: torch.Tensor) -> torch.Tensor:
             hidden = source.rows[rows]
             return hidden if self._attach.fused else draft.fuse(hidden)
 
-        graphs = BlockGraphs(
-            draft,
-            runner.kv,
-            runner.attention,
-            shape,
-            features=features,
-            ordering=self._ordering,
-            max_batch=max_batch,
-            handed_on=handed_on(self.exchange, shape),
-        )
-        if settings.captures:
-            graphs.capture(sampled=True)
-        return GraphDrafting(graphs, source, reader, self.exchange)
+        step = BlockStep(draft, features, runner.kv, runner.attention, options)
+        return self._graph_drafting(step, settings, source)
 
     def _warm_up(self) -> None:
         """Compiles the kernels for long pieces of context."""

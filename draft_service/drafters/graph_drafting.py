@@ -319,7 +319,7 @@ class GraphDrafting:
             response: Response that the trees are added to.
         """
         shape = self.graphs.shape
-        whole = (self.graphs.num_levels, self.graphs.topk, shape.num_nodes)
+        whole = (shape.num_steps, shape.topk, shape.num_nodes)
         tokens, parents = self.graphs.trees(count)
         all_tokens, all_parents = tokens.tolist(), parents.tolist()
         sizes = np.count_nonzero(tokens >= 0, axis=1).tolist()

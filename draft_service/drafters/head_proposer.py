@@ -1,7 +1,6 @@
 """Proposes trees from a head of one module, which is applied to its own output."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -11,13 +10,11 @@ from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
 from draft_service.drafters.hidden_source import HiddenSource, read_states
 from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension
-from draft_service.drafters.step_shape import draft_shape, handed_on
-from draft_service.steps.graphs import DraftGraphs, Forward
+from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.head_runner import HeadRunner
-from draft_service.steps.records import DraftShape
+from draft_service.steps.level_step import Features, LevelStep
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.base import Batch
-from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 
 
@@ -77,49 +74,27 @@ class HeadProposer(BeamProposer):
         settings, reader = self._settings, self.hidden
         if settings is None or reader is None:
             return None
+        head, width = self._head_runner.head, self._row_width
+        size = head.config.layer.hidden_size
+        options = self._step_options(settings, head.lm_head.weight.shape[0], size)
+        num_rows = options.max_batch * options.shape.num_rows
+        source = HiddenSource(reader, num_rows, width, head.dtype, head.device)
+        step = self._make_step(lambda rows: self._fuse(source.rows[rows]), options)
+        return self._graph_drafting(step, settings, source)
+
+    def _make_step(self, features: Features, options: StepOptions) -> LevelStep:
+        """Creates the steps of fixed shape."""
         runner, head = self._head_runner, self._head_runner.head
-        shape = draft_shape(
-            self._attach,
-            self._limits,
-            head.lm_head.weight.shape[0],
-            head.config.layer.hidden_size,
-            head.config.layer.windows,
-            shift=1,
-        )
-        source = HiddenSource(
-            reader,
-            settings.max_batch(self._attach) * shape.num_rows,
-            self._row_width,
-            head.dtype,
-            head.device,
-        )
+        return LevelStep(self._forward, features, runner.kv, options, head.token_map)
 
-        def forward(
-            batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            assert features is not None
-            output = head.forward(batch, features, runner.kv, runner.attention, sources=sources)
-            return output.logits, output.features
-
-        graphs = self._make_graphs(
-            forward,
-            runner.kv,
-            shape,
-            ordering=self._ordering,
-            token_map=head.token_map,
-            features=lambda rows: self._fuse(source.rows[rows]),
-            max_batch=settings.max_batch(self._attach),
-            handed_on=handed_on(self.exchange, shape),
-        )
-        if settings.captures:
-            graphs.capture(sampled=True)
-        return GraphDrafting(graphs, source, reader, self.exchange)
-
-    def _make_graphs(
-        self, forward: Forward, kv: PagedKV, shape: DraftShape, **options: Any
-    ) -> DraftGraphs:
-        """Creates the graphs of steps, see DraftGraphs; nothing is captured yet."""
-        return DraftGraphs(forward, kv, shape, **options)
+    def _forward(
+        self, batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes one batch of a step; see `steps.level_step.Forward`."""
+        runner = self._head_runner
+        assert features is not None
+        output = runner.head.forward(batch, features, runner.kv, runner.attention, sources=sources)
+        return output.logits, output.features
 
     def _states(self, extension: Extension) -> torch.Tensor:
         """Returns the target's hidden states of the positions before the tokens, [n, width]."""

@@ -11,9 +11,13 @@ import torch
 
 from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import TreeRequest
-from draft_service.drafters.graph_drafting import GraphDrafting, wait
+from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, wait
+from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.ngram_override import NgramOverride
 from draft_service.drafters.paged_sequences import Extension, PagedSequences
+from draft_service.drafters.step_shape import draft_shape, handed_on
+from draft_service.steps.draft_step import DraftStep, StepOptions
+from draft_service.steps.graphs import DraftGraphs
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.cpu.threads import FEW_ROWS
 from foredraft.errors import AttachRefused, InvalidRequest
@@ -55,7 +59,7 @@ class PagedProposer(Proposer):
         device: torch.device,
         shift: int = 0,
     ) -> None:
-        self._config = config
+        self._config, self._shift = config, shift
         self._attach, self._limits, self._device = attach, limits, device
         self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
         self._fast: GraphDrafting | None = None
@@ -139,6 +143,30 @@ class PagedProposer(Proposer):
     def _make_fast(self) -> GraphDrafting | None:
         """Creates the fixed-shape steps; None for a draft without them."""
         return None
+
+    def _step_options(
+        self, settings: GraphSettings, vocab: int, feature_size: int = 0
+    ) -> StepOptions:
+        """Returns the options of fixed-shape steps.
+
+        Args:
+            settings: Settings of the draft's process.
+            vocab: Number of columns of the draft's logits.
+            feature_size: Number of elements of a head's features; 0 for drafts without features.
+        """
+        windows = self._config.windows
+        shape = draft_shape(self._attach, self._limits, vocab, feature_size, windows, self._shift)
+        max_batch = settings.max_batch(self._attach)
+        return StepOptions(shape, self._ordering, max_batch, handed_on(self.exchange, shape))
+
+    def _graph_drafting(
+        self, step: DraftStep, settings: GraphSettings, source: HiddenSource | None = None
+    ) -> GraphDrafting:
+        """Returns the runner of a step of fixed shape, captured where the settings say so."""
+        graphs = DraftGraphs(step)
+        if settings.captures:
+            graphs.capture(sampled=True)
+        return GraphDrafting(graphs, source, self.hidden, self.exchange)
 
     def _wait_for_rows(self) -> None:
         """Waits, on a GPU, until hidden states have arrived or have been read.

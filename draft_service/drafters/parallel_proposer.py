@@ -4,7 +4,6 @@ Committed tokens are computed as for other heads.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,12 +13,11 @@ from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.paged_proposer import Limits
 from draft_service.models.peagle import PEagleHead
-from draft_service.steps.graphs import Forward
+from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.head_runner import HeadRunner
-from draft_service.steps.parallel_graphs import ParallelGraphs
-from draft_service.steps.records import DraftShape
+from draft_service.steps.level_step import Features
+from draft_service.steps.parallel_step import ParallelStep
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.trees.draft_tree import DraftTree
 
 
@@ -51,13 +49,17 @@ class ParallelProposer(HeadProposer):
         super().close()
         del self._head
 
-    def _make_graphs(
-        self, forward: Forward, kv: PagedKV, shape: DraftShape, **options: Any
-    ) -> ParallelGraphs:
+    def _make_step(self, features: Features, options: StepOptions) -> ParallelStep:
         """See HeadProposer."""
-        mask_token, mask_feature = self._head.mask_token_id, self._mask_feature
-        return ParallelGraphs(
-            forward, kv, shape, mask_token=mask_token, mask_feature=mask_feature, **options
+        runner, head = self._head_runner, self._head
+        return ParallelStep(
+            self._forward,
+            features,
+            runner.kv,
+            options,
+            head.token_map,
+            mask_token=head.mask_token_id,
+            mask_feature=self._mask_feature,
         )
 
     def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:

@@ -21,9 +21,8 @@ from draft_service.drafters.paged import (
     weight_bytes,
 )
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
-from draft_service.drafters.step_shape import draft_shape, handed_on
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
-from draft_service.steps.graphs import DraftGraphs
+from draft_service.steps.level_step import LevelStep
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
@@ -174,28 +173,16 @@ class _StandaloneProposer(BeamProposer):
         settings, runner = self._settings, self._model_runner
         if settings is None:
             return None
-        model = runner.model
+        model, kv, attention = runner.model, runner.kv, runner.attention
 
         def forward(
             batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return model.forward(batch, runner.kv, runner.attention).logits, None
+            return model.forward(batch, kv, attention).logits, None
 
-        vocab, windows = model.config.vocab_size, model.config.windows
-        shape = draft_shape(self._attach, self._limits, vocab, 0, windows)
-        graphs = DraftGraphs(
-            forward,
-            runner.kv,
-            shape,
-            ordering=self._ordering,
-            token_map=self._token_map,
-            features=None,
-            max_batch=settings.max_batch(self._attach),
-            handed_on=handed_on(self.exchange, shape),
-        )
-        if settings.captures:
-            graphs.capture(sampled=True)
-        return GraphDrafting(graphs, exchange=self.exchange)
+        options = self._step_options(settings, model.config.vocab_size)
+        step = LevelStep(forward, None, kv, options, self._token_map)
+        return self._graph_drafting(step, settings)
 
 
 class _Levels:

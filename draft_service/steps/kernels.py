@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draft_service.steps.plan import BlockRows, DraftPlan, Known
+from draft_service.steps.plan import BlockRows, DraftPlan, PlanInputs
 from draft_service.steps.records import STEP, DraftShape
 from foredraft.kernel_launch import power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
@@ -15,18 +15,18 @@ from foredraft.trees.draft_tree import NO_PARENT
 
 
 def fill(
-    plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
+    plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, inputs: PlanInputs
 ) -> None:
-    """See `draft_plan.fill`."""
-    levels, handed_on = shape.num_steps - 1, known.handed_on
+    """See `plan.fill`."""
+    levels, handed_on = shape.num_steps - 1, inputs.handed_on
     _fill[(len(records),)](
-        records, known.tables, known.num_keys, handed_on.accepted,
+        records, inputs.tables, inputs.num_keys, handed_on.accepted,
         plan.tokens, plan.hidden_rows, plan.positions, plan.slots, plan.last,
         plan.start, plan.num_rows, plan.prefix_start, plan.tables,
         plan.num_keys, plan.num_beams, plan.valid_from,
         plan.level_first, plan.level_positions, plan.level_slots, plan.tail_positions,
         plan.floats, plan.top_k, plan.seed, plan.position,
-        plan.floats.stride(0), len(records), records.shape[1], handed_on.first_hidden_row, known.dump_slot, kv.num_pages,
+        plan.floats.stride(0), len(records), records.shape[1], handed_on.first_hidden_row, inputs.dump_slot, kv.num_pages,
         shape.max_pages, shape.shift,
         **STEP.constants("slot", "start", "num_rows", "valid_from", "row", "top_k", "seed"),
         FIRST_FLOAT=STEP[FLOATS[0]], NUM_FLOATS=len(FLOATS), HEADER=STEP.size, PAGE_SIZE=kv.page_size,
@@ -37,7 +37,7 @@ def fill(
 
 
 def begin_block(plan: DraftPlan, rows: BlockRows, mask_token: int, has_newest: bool) -> None:
-    """See `draft_plan.begin_block`."""
+    """See `plan.begin_block`."""
     batch, num_rows = len(plan.last), len(rows.tokens) // len(plan.last)
     _begin_block[(batch,)](
         plan.tokens, plan.last, plan.level_positions, plan.level_slots, plan.num_beams,
@@ -47,7 +47,7 @@ def begin_block(plan: DraftPlan, rows: BlockRows, mask_token: int, has_newest: b
 
 
 def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Tensor) -> None:
-    """See `draft_hand_on.hand_on_trees`."""
+    """See `hand_on.hand_on_trees`."""
     nodes = results.shape[2]
     _hand_on_trees[(len(records),)](
         records, results, trees, records.shape[1], **STEP.constants("row"), NODES=nodes,
@@ -56,7 +56,7 @@ def hand_on_trees(records: torch.Tensor, results: torch.Tensor, trees: torch.Ten
 
 
 def apply_updates(updates: torch.Tensor, tables: torch.Tensor) -> None:
-    """See `draft_uploads.apply_updates`."""
+    """See `uploads.apply_updates`."""
     block = 128
     _apply_updates[(triton.cdiv(updates.shape[1], block),)](
         updates, tables, updates.shape[1], tables.shape[1], BLOCK=block, num_warps=4

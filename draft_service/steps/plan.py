@@ -153,8 +153,8 @@ def begin_block(plan: DraftPlan, rows: BlockRows, mask_token: int, has_newest: b
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Holds the inputs of a plan beside the records.
+class PlanInputs:
+    """Holds what a plan is filled in from, beside the records.
 
     Attributes:
         tables: int32 [slots + 1, max_pages], page tables.
@@ -171,7 +171,7 @@ class Known:
 
 
 def fill(
-    plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
+    plan: DraftPlan, shape: DraftShape, kv: PagedKV, records: torch.Tensor, inputs: PlanInputs
 ) -> None:
     """Fills in a plan.
 
@@ -182,8 +182,8 @@ def fill(
     Args:
         records: int32 [B, STEP.size + 2 * R].
     """
-    made = _rows(shape, kv, records, known)
-    made |= _levels(shape, kv, records, known, made["num_keys"], made["num_rows"])
+    made = _rows(shape, kv, records, inputs)
+    made |= _levels(shape, kv, records, inputs, made["num_keys"], made["num_rows"])
     first = STEP[FLOATS[0]]
     words = records[:, first : first + len(FLOATS)].t().contiguous().view(torch.float32)
     made["floats"] = torch.nn.functional.pad(words, (0, -len(records) % 4))
@@ -194,25 +194,25 @@ def fill(
     for field in fields(plan):
         target: torch.Tensor = getattr(plan, field.name)
         target.copy_(made[field.name].reshape(target.shape))
-    known.num_keys.index_copy_(0, records[:, STEP["slot"]].long(), plan.num_keys)
+    inputs.num_keys.index_copy_(0, records[:, STEP["slot"]].long(), plan.num_keys)
 
 
 def _rows(
-    shape: DraftShape, kv: PagedKV, records: torch.Tensor, known: Known
+    shape: DraftShape, kv: PagedKV, records: torch.Tensor, inputs: PlanInputs
 ) -> dict[str, torch.Tensor]:
     """Computes the plan's tensors for committed tokens."""
     rows, size = shape.num_rows, kv.page_size
     slot, row, start = (records[:, STEP[name]] for name in ("slot", "row", "start"))
     is_handed_on = records[:, STEP["num_rows"]] < 0
-    accepted = known.handed_on.accepted.index_select(0, row)
-    start = torch.where(start < 0, known.num_keys.index_select(0, slot), start)
+    accepted = inputs.handed_on.accepted.index_select(0, row)
+    start = torch.where(start < 0, inputs.num_keys.index_select(0, slot), start)
     count = torch.where(is_handed_on, accepted[:, 0].clamp(0, rows), records[:, STEP["num_rows"]])
     count = torch.minimum(count, (shape.max_pages * size - start).clamp_min(0))
     index = torch.arange(rows, dtype=torch.int32, device=records.device)
     is_row = index < count[:, None]
-    own = known.handed_on.first_hidden_row + row[:, None] * rows + index
+    own = inputs.handed_on.first_hidden_row + row[:, None] * rows + index
     keys = start[:, None] + index
-    pages = known.tables.index_select(0, slot)
+    pages = inputs.tables.index_select(0, slot)
     pages = pages.gather(1, (keys // size).clamp_max(shape.max_pages - 1).long())
     slots = pages.long() * size + keys % size
     first = torch.arange(0, len(records) * rows, rows, device=records.device)
@@ -221,7 +221,7 @@ def _rows(
         "tokens": torch.where(handed, torch.where(is_row, accepted[:, 1:], 0), tokens),
         "hidden_rows": torch.where(handed, own, records[:, STEP.size + rows :]),
         "positions": keys,
-        "slots": torch.where(is_row, slots, known.dump_slot),
+        "slots": torch.where(is_row, slots, inputs.dump_slot),
         "last": first + (count.long() - 1).clamp_min(0),
         "start": start,
         "num_rows": count,
@@ -234,7 +234,7 @@ def _levels(
     shape: DraftShape,
     kv: PagedKV,
     records: torch.Tensor,
-    known: Known,
+    inputs: PlanInputs,
     num_keys: torch.Tensor,
     num_rows: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
@@ -244,7 +244,7 @@ def _levels(
     per_slot = shape.scratch_pages(size)
     used = (num_keys + size - 1) // size
     columns = torch.arange(shape.max_pages + per_slot, dtype=torch.int32, device=device)
-    committed = torch.nn.functional.pad(known.tables.index_select(0, slot), (0, per_slot))
+    committed = torch.nn.functional.pad(inputs.tables.index_select(0, slot), (0, per_slot))
     over = (columns - used[:, None]).clamp_max(per_slot - 1)
     scratch = kv.num_pages + slot[:, None] * per_slot + over
     tables = torch.where(over < 0, committed, scratch)

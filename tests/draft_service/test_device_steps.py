@@ -75,7 +75,7 @@ def graphs_of(made: Driver) -> DraftGraphs:
 
 def committed_kv(made: Driver) -> dict[int, torch.Tensor]:
     """The draft's KV of each live sequence's keys."""
-    kv = graphs_of(made)._kv
+    kv = graphs_of(made).step.kv
     found = {}
     for slot, tokens in made.tokens.items():
         keys = torch.arange(len(tokens) - (made.width > 0))
@@ -148,7 +148,7 @@ def test_a_path_beyond_the_page_table_is_cut(
             request.sequences.add(slot=2, device_row=4).propose.CopyFrom(made.limits)
             made.step(request)
         graphs = graphs_of(made)
-        assert int(graphs._known.num_keys[2]) == graphs.shape.max_pages * PAGE
+        assert int(graphs.step.inputs.num_keys[2]) == graphs.shape.max_pages * PAGE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from draft_service.steps import plan as plans
 from draft_service.steps.batches import DraftBatches
 from draft_service.steps.hand_on import HandedOn
-from draft_service.steps.plan import DraftPlan, Known
+from draft_service.steps.plan import DraftPlan, PlanInputs
 from draft_service.steps.records import STEP, DraftShape
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.kvcache.paged_kv import PagedKV
@@ -38,8 +38,8 @@ def batches_on(device: torch.device, shape: DraftShape, seed: int) -> tuple[Draf
     tables = torch.randint(200, (shape.max_slots + 1, shape.max_pages), generator=generator).int()
     num_keys = torch.zeros(shape.max_slots + 1, dtype=torch.int32, device=device)
     plan = DraftPlan.empty(shape, kv, batch)
-    known = Known(tables.to(device), num_keys, HandedOn.nowhere(shape, device), 0)
-    plans.fill(plan, shape, kv, records.to(device), known)
+    inputs = PlanInputs(tables.to(device), num_keys, HandedOn.nowhere(shape, device), 0)
+    plans.fill(plan, shape, kv, records.to(device), inputs)
     return DraftBatches(plan, shape, kv), kv
 
 

@@ -12,7 +12,7 @@ import torch
 
 from draft_service.steps import hand_on, plan, uploads
 from draft_service.steps.hand_on import HandedOn
-from draft_service.steps.plan import BlockRows, DraftPlan, Known
+from draft_service.steps.plan import BlockRows, DraftPlan, PlanInputs
 from draft_service.steps.records import STEP, DraftShape
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS, SAMPLING
@@ -88,14 +88,14 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         record[STEP["temperature"] : STEP["temperature"] + len(packed)] = packed
         samplings.append(sampling)
     records[2][STEP["start"]], records[1][STEP["num_rows"]] = MAX_KEYS - 1, 0
-    known = Known(
+    inputs = PlanInputs(
         words(tables, code.device),
         words(all_keys, code.device),
         HandedOn(words(accepted, code.device), torch.zeros(0), FIRST_HIDDEN),
         DUMP,
     )
     plan = DraftPlan.empty(shape, kv, BATCH)
-    code.fill(plan, shape, kv, words(records, code.device), known)
+    code.fill(plan, shape, kv, words(records, code.device), inputs)
     per_slot = shape.scratch_pages(PAGE)
     level_slots = plan.level_slots.view(num_steps - 1, BATCH, topk).tolist()
     level_positions = plan.level_positions.view(num_steps - 1, BATCH, topk).tolist()
@@ -134,7 +134,7 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         assert plan.prefix_start[i] == min(record[STEP["valid_from"]], start)
         table = plan.tables[i].tolist()
         assert table[: len(pages) + per_slot] == (pages + scratch)
-        assert plan.num_keys[i] == known.num_keys[slot] == num_keys
+        assert plan.num_keys[i] == inputs.num_keys[slot] == num_keys
         assert plan.num_beams[i] == (topk if count else 0)
         assert plan.valid_from[i] == min(record[STEP["valid_from"]], num_keys)
         for level in range(num_steps - 1):

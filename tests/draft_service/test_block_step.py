@@ -69,7 +69,7 @@ def test_rows_of_a_block_are_made_with_the_batches(kind: str, target: Path, tmp_
     proposer.hidden = InlineReader(RowFormat.of(drafter.info().hidden))
     proposer.prepare()
     assert proposer._fast is not None
-    rows = proposer._fast.graphs._batches_of(2).block_rows
+    rows = proposer._fast.graphs.step.batches_of(2).block_rows
     assert rows is not None
     assert rows.first_row.tolist() == [0, len(rows.tokens) // 2]
     proposer.close()
