@@ -28,8 +28,8 @@ from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
+from verify_service.engine.judging import known_outcome
 from verify_service.engine.self_test import SelfTest, built_in_prompts
-from verify_service.engine.tree_sizes import known_outcome
 from verify_service.executor.base import Executor
 from verify_service.executor.choice.sampler import Sampler, Thresholds
 from verify_service.executor.choice.simulation import SimulatedAcceptance

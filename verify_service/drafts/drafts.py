@@ -45,6 +45,7 @@ class Drafts:
         self.capture: tuple[int, ...] | None = None
         self.assigned: dict[int, int] = {}
         self._proposers: dict[int, int] = {}  # by request: draft of the newest verified tree
+        self._num_changes = [0] * len(self.each)
 
     @property
     def are_available(self) -> bool:
@@ -63,6 +64,21 @@ class Drafts:
     def proposer(self, sequence: RequestSequence) -> int:
         """Returns the number of the draft that a sequence's newest step asked, or would have."""
         return self._proposers.get(sequence.request_id, 0)
+
+    def name_of(self, sequence: RequestSequence) -> str:
+        """Returns the name of a sequence's `proposer`; empty where there is a single draft."""
+        return self.names[self.proposer(sequence)] if self.are_several else ""
+
+    def assign(self, sequence: RequestSequence, number: int) -> None:
+        """Lets a draft draft for a sequence from now on; only with several drafts."""
+        before = self.assigned.get(sequence.request_id, number)
+        self._num_changes[number] += number != before
+        self.assigned[sequence.request_id] = number
+
+    def take_changes(self) -> list[int]:
+        """Returns how many sequences have changed to each draft since the last call."""
+        changes, self._num_changes = self._num_changes, [0] * len(self.each)
+        return changes
 
     def refresh(self) -> None:
         """Notices attached and lost drafts; called before each step that the host begins."""

@@ -20,11 +20,12 @@ from verify_service import metrics
 from verify_service.controller.controller import Controller
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.gauges import Gauges
+from verify_service.engine.judging import Judge, known_outcome
 from verify_service.engine.live_requests import EngineRequest, Live, LiveRequests
 from verify_service.engine.outcomes import Outcomes
 from verify_service.engine.self_test import SelfTest
 from verify_service.engine.step_runner import StepRunner
-from verify_service.engine.tree_sizes import Judge, TreeSizes, known_outcome
+from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.executor.base import Executor
 from verify_service.outputs import Load
 from verify_service.scheduler.request import Sequence
@@ -92,7 +93,7 @@ class Engine:
             judge,
         )
         self._outcomes = Outcomes(executor, scheduler, drafts, self._sizes, speculation, self._live)
-        self._gauges = Gauges(scheduler, drafts, self._sizes, speculation)
+        self._gauges = Gauges(scheduler, drafts, speculation)
         self._steps = StepRunner(
             executor,
             scheduler,

@@ -5,7 +5,6 @@ import time
 
 from verify_service import metrics
 from verify_service.drafts.drafts import Drafts
-from verify_service.engine.tree_sizes import TreeSizes
 from verify_service.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -17,7 +16,6 @@ class Gauges:
     Args:
         scheduler: The scheduler.
         drafts: The drafts.
-        sizes: Chooses the sizes of trees.
         speculation: Metrics of speculation.
 
     Attributes:
@@ -26,15 +24,10 @@ class Gauges:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        drafts: Drafts,
-        sizes: TreeSizes,
-        speculation: metrics.AnyMetrics,
+        self, scheduler: Scheduler, drafts: Drafts, speculation: metrics.AnyMetrics
     ) -> None:
         self._scheduler = scheduler
         self._drafts = drafts
-        self._sizes = sizes
         self._speculation = speculation
         self._published_at = 0.0
         self.drafting_since = 0.0
@@ -56,7 +49,18 @@ class Gauges:
         metrics.PAGES_CACHED.set(pool.num_idle)
         metrics.PAGES_USED.set(pool.num_pages - pool.num_free - pool.num_idle)
         self._speculation.flush()
-        self._sizes.publish(self._speculation)
+        self._publish_drafts()
+
+    def _publish_drafts(self) -> None:
+        """Publishes which drafts are attached, and how many sequences each drafts for."""
+        drafts = self._drafts
+        given, changes = list(drafts.assigned.values()), drafts.take_changes()
+        for number, one in enumerate(drafts.each):
+            figures = self._speculation.of(one.name)
+            figures.available.set(one.epoch > 0)
+            if drafts.are_several:
+                figures.sequences.set(given.count(number))
+                figures.changes.inc(changes[number])
 
     def _note_drafts(self) -> None:
         """Records the time since which all drafts are attached."""

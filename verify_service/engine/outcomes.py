@@ -172,7 +172,7 @@ class Outcomes:
             return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
-        figures = self._speculation.of(self._sizes.draft_of(sequence))
+        figures = self._speculation.of(self._drafts.name_of(sequence))
         request = live.request
         if not request.is_probe:
             self._speculation.generated(num_kept)

@@ -6,7 +6,6 @@ from collections.abc import Set as AbstractSet
 from foredraft.trees.draft_tree import DraftTree
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import (
-    NO_WAIT,
     Candidate,
     DraftHistory,
     Observed,
@@ -15,29 +14,14 @@ from verify_service.controller.messages import (
     Wait,
 )
 from verify_service.drafts.drafts import Drafts
-from verify_service.drafts.proposals import DraftRequest, Proposals, Trial
+from verify_service.drafts.proposals import DraftRequest, Proposals
+from verify_service.engine.draft_waits import wait_for_drafts
+from verify_service.engine.judging import Judge, known_outcome
+from verify_service.engine.trials import RunningTrials
 from verify_service.executor.choice.sampler import VerifyRows
-from verify_service.metrics import MIXED_STEPS, AnyMetrics
+from verify_service.metrics import MIXED_STEPS
 from verify_service.scheduler.request import Sequence as RequestSequence
-from verify_service.scheduler.request import Status
 from verify_service.scheduler.step_plan import DecodeSlot
-
-Judge = Callable[[DraftTree, Sequence[int]], tuple[int, list[int]]]
-"""Determines the outcome of a tree that is not verified; see `known_outcome`."""
-
-
-def known_outcome(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, list[int]]:
-    """Judges a tree that was not verified, or only in part, by the tokens that followed its root.
-
-    Returns:
-        The number of leading nodes that can be judged, and the nodes that were right.
-    """
-    right = tree.follow(tokens)
-    if len(right) < len(tokens):
-        return len(tree), right
-    last = right[-1] if right else -1
-    num_known = next((i for i, parent in enumerate(tree.parents) if parent == last), len(tree))
-    return num_known, right
 
 
 class TreeSizes:
@@ -68,17 +52,17 @@ class TreeSizes:
         self._drafts, self._each = drafts, drafts.each
         self._probes = probes
         self._named = named
+        self._trials = RunningTrials(drafts.each, judge)
         self._histories: dict[int, DraftHistory] = {}
         self._cut: dict[int, DraftTree] = {}  # proposals that were verified in part
-        # By number of a draft with a running trial: its proposals; None before the answer.
-        self._trials: dict[int, list[Trial] | None] = {}
         self._is_resumed = True  # whether drafts were told anything but that they are suspended
-        self._num_changes = [0] * len(self._each)
         self.is_silent = False
         self._is_probing = False  # whether the newest plan was for the engine's own requests
         self._newest: Observed | None = None  # a step that the controller was not told of yet
         # By draft: extra tokens that it reads in the newest step that the host begins.
         self._unread = [0] * len(self._each)
+
+    # Before a step.
 
     def plan(
         self, sequences: Sequence[RequestSequence], other_rows: int = 0, is_ahead: bool = False
@@ -91,7 +75,7 @@ class TreeSizes:
             is_ahead: Whether the step is started before the running one is done.
         """
         controller = self.controller
-        is_settled = not (self._trials or self._probes or self._is_resumed)
+        is_settled = not (self._trials.are_running or self._probes or self._is_resumed)
         self.is_silent = False
         if is_settled and controller.stays_suspended:  # most steps while drafting is suspended
             self.is_silent = not any(one.capabilities.is_free for one in self._each)
@@ -99,19 +83,13 @@ class TreeSizes:
         available = [one.epoch > 0 for one in self._each]
         if not sequences or not any(available):
             return Plan([0] * len(sequences), 1)
-        for number in list(self._trials):
-            self._judge(number, len(sequences))
-        controller.has_trial[:] = [number in self._trials for number in range(len(self._each))]
+        self._report_trials(len(sequences))
         if controller.stays_suspended and not self._probes:
             for one in self._each:
                 one.suspend(True, controller.keeps_states)
             self._is_resumed = False
             return Plan([0] * len(sequences), 1)
-        for number, one in enumerate(self._each):
-            is_first = one.capabilities.is_free
-            controller.drafts[number] = controller.drafts[number]._replace(
-                is_asked_first=is_first, is_beside=controller.is_padded and not is_first
-            )
+        self._describe_drafts()
         candidates = [self._candidate(one, available) for one in sequences]
         self._is_probing = any(one.forced for one in candidates)
         if self._is_probing:
@@ -120,20 +98,13 @@ class TreeSizes:
         if not is_ahead:
             self._unread = controller.unread(candidates, plan.nodes)
         if self._drafts.are_several:
-            self._assign(sequences, candidates)
-        for one, is_drafting in zip(self._each, controller.is_drafting, strict=True):
-            one.suspend(not is_drafting)
+            for sequence, candidate in zip(sequences, candidates, strict=True):
+                self._drafts.assign(sequence, max(candidate.history.chosen, 0))
+        for draft, is_drafting in zip(self._each, controller.is_drafting, strict=True):
+            draft.suspend(not is_drafting)
         self._is_resumed = True
         for number, tried in plan.tried.items():
-            self._trials[number] = None
-            limits = dict.fromkeys(tried, controller.drafts[number].max_nodes)
-            self._each[number].ask(
-                [
-                    DraftRequest(one, min(limits.get(i, 0), self.limit(one)), is_trial=True)
-                    for i, one in enumerate(sequences)
-                ],
-                (),
-            )
+            self._start_trial(number, tried, sequences)
         return plan
 
     def trees(self, slots: Sequence[DecodeSlot], proposals: Proposals) -> list[DraftTree]:
@@ -145,7 +116,7 @@ class TreeSizes:
         trees = [one.tree for one in drafted]
         if not any(slot.max_tree_nodes for slot in slots):
             return trees
-        numbers = [self._number(slot.seq) for slot in slots]
+        numbers = [self._drafts.proposer(slot.seq) for slot in slots]
         MIXED_STEPS.inc(len({n for n, tree in zip(numbers, trees, strict=True) if tree.tokens}) > 1)
         first = [self._each[number].capabilities.is_free for number in numbers]
         if not any(first):
@@ -171,55 +142,23 @@ class TreeSizes:
         return trees
 
     def wait(self, slots: Sequence[DecodeSlot], proposals: Proposals, seconds: float) -> Wait:
-        """Returns a step's wait for its drafts.
+        """Returns a step's wait for its drafts; see `wait_for_drafts`."""
+        return wait_for_drafts(self._drafts, slots, proposals, seconds, self._unread)
 
-        Args:
-            slots: Sequences that decode in the step.
-            proposals: The drafts' proposals.
-            seconds: Seconds that passed before the target's part.
-        """
-        asked: dict[int, list[int]] = {}
-        for slot in slots:
-            if slot.max_tree_nodes:
-                asked.setdefault(self._number(slot.seq), []).append(slot.max_tree_nodes)
-        # Time of planning, which steps that follow on the device do not wait for.
-        rest = max(seconds - max(proposals.waits.values(), default=0.0), 0.0)
-        parts = []
-        for number, waited in proposals.waits.items():
-            one, nodes = self._each[number], asked.get(number)
-            is_free = one.capabilities.is_free
-            if not nodes or not (proposals.trees or is_free):
-                continue
-            levels = 1 if is_free else min(max(nodes), one.depth)
-            unread = self._unread[number]
-            wait = Wait(levels, len(nodes), waited + rest, lead=seconds, unread=unread)
-            parts.append((number, wait))
-        if not parts:
-            return NO_WAIT._replace(lead=seconds)
-        levels = max(part.levels for _, part in parts)
-        sequences = sum(part.sequences for _, part in parts)
-        unread = max(part.unread for _, part in parts)
-        return Wait(levels, sequences, seconds, tuple(parts), seconds, unread)
+    def limit(self, sequence: RequestSequence) -> int:
+        """Returns the maximum number of nodes for a sequence's tree."""
+        asked, most = sequence.speculation, self.controller.max_nodes
+        if asked.enabled is False or sequence.num_output_left <= 1:
+            return 0
+        if asked.num_draft_tokens is None:
+            return most
+        return min(most, asked.num_draft_tokens - 1)
 
     def draft_everything(self) -> None:
         """Drafts whole trees in each step from now on, whether it pays or not; for benchmarks."""
         self.controller.draft_everything()
 
-    def draft_of(self, sequence: RequestSequence) -> str:
-        """Returns the name of a sequence's newest draft; empty where there is a single draft."""
-        drafts = self._drafts
-        return drafts.names[drafts.proposer(sequence)] if drafts.are_several else ""
-
-    def publish(self, metrics: AnyMetrics) -> None:
-        """Publishes which drafts are attached, and how many sequences each drafts for."""
-        given = list(self._drafts.assigned.values())
-        for number, one in enumerate(self._each):
-            figures = metrics.of(one.name)
-            figures.available.set(one.epoch > 0)
-            if self._drafts.are_several:
-                figures.sequences.set(given.count(number))
-                figures.changes.inc(self._num_changes[number])
-                self._num_changes[number] = 0
+    # After a step.
 
     @property
     def records_all(self) -> bool:
@@ -244,7 +183,7 @@ class TreeSizes:
         if cut is not None:
             num_nodes, accepted = self._outcome_of(cut, tokens)
         if num_nodes:
-            number, history = self._number(rows.sequence), self._history(rows.sequence)
+            number, history = self._drafts.proposer(rows.sequence), self._history(rows.sequence)
             self.controller.record(history, num_nodes, accepted, rows.confidence, brought, number)
 
     def forget(self, sequence: RequestSequence) -> None:
@@ -283,6 +222,34 @@ class TreeSizes:
         """Records a step with prompts."""
         self.controller.interrupted(wait)
 
+    # Parts of a plan.
+
+    def _report_trials(self, batch: int) -> None:
+        """Reports the trials that have ended to the controller.
+
+        Args:
+            batch: Number of sequences that decode now.
+        """
+        for number, outcomes in self._trials.take_ended().items():
+            for one in outcomes:
+                history = self._histories.get(one.sequence.request_id)
+                if history is not None:
+                    num_nodes = len(one.drafted.tree)
+                    offer = Offer(history, num_nodes, one.drafted.confidence)
+                    self.controller.tried(offer, number, num_nodes, one.right, batch)
+            self.controller.ended_trial(number)
+        has_trial = [self._trials.is_running(number) for number in range(len(self._each))]
+        self.controller.has_trial[:] = has_trial
+
+    def _describe_drafts(self) -> None:
+        """Lets the controller know what the attached drafts can do."""
+        controller = self.controller
+        for number, one in enumerate(self._each):
+            is_first = one.capabilities.is_free
+            controller.drafts[number] = controller.drafts[number]._replace(
+                is_asked_first=is_first, is_beside=controller.is_padded and not is_first
+            )
+
     def _candidate(self, sequence: RequestSequence, available: Sequence[bool]) -> Candidate:
         limit = self.limit(sequence)
         history = self._history(sequence)
@@ -299,14 +266,22 @@ class TreeSizes:
         context = len(sequence.tokens)
         return Candidate(history, limit, is_probe, 0, left, context, limits, behinds)
 
-    def limit(self, sequence: RequestSequence) -> int:
-        """Returns the maximum number of nodes for a sequence's tree."""
-        asked, most = sequence.speculation, self.controller.max_nodes
-        if asked.enabled is False or sequence.num_output_left <= 1:
-            return 0
-        if asked.num_draft_tokens is None:
-            return most
-        return min(most, asked.num_draft_tokens - 1)
+    def _start_trial(
+        self, number: int, tried: Sequence[int], sequences: Sequence[RequestSequence]
+    ) -> None:
+        """Requests whole trees for some of the sequences.
+
+        Args:
+            number: Number of the draft.
+            tried: Indices of the sequences to draft for.
+            sequences: All sequences that decode now.
+        """
+        limits = dict.fromkeys(tried, self.controller.drafts[number].max_nodes)
+        requests = [
+            DraftRequest(one, min(limits.get(i, 0), self.limit(one)), is_trial=True)
+            for i, one in enumerate(sequences)
+        ]
+        self._trials.start(number, requests)
 
     def _history(self, sequence: RequestSequence) -> DraftHistory:
         history = self._histories.get(sequence.request_id)
@@ -314,41 +289,3 @@ class TreeSizes:
             history = DraftHistory(int(sequence.sampling.temperature > 0))
             self._histories[sequence.request_id] = history
         return history
-
-    def _number(self, sequence: RequestSequence) -> int:
-        return self._drafts.proposer(sequence) if self._drafts.are_several else 0
-
-    def _assign(
-        self, sequences: Sequence[RequestSequence], candidates: Sequence[Candidate]
-    ) -> None:
-        assigned = self._drafts.assigned
-        for sequence, one in zip(sequences, candidates, strict=True):
-            number = max(one.history.chosen, 0)
-            before = assigned.get(sequence.request_id, number)
-            self._num_changes[number] += number != before
-            assigned[sequence.request_id] = number
-
-    def _judge(self, number: int, batch: int) -> None:
-        """Reports a trial's outcomes to the controller, once all of them are known.
-
-        Wrong proposals are known first, so that early outcomes alone would be biased.
-        """
-        draft, found = self._each[number], self._trials[number]
-        if found is None:
-            found = self._trials[number] = draft.take_trials()
-            if found is None:
-                return
-        outcomes = []
-        for trial in found:
-            tree, sequence = trial.drafted.tree, trial.sequence
-            num_known, right = self._outcome_of(tree, sequence.tokens[trial.position :])
-            if num_known == len(tree):
-                outcomes.append((sequence, trial.drafted, right))
-            elif sequence.status is Status.RUNNING:
-                return
-        del self._trials[number]
-        for sequence, drafted, right in outcomes:
-            if (history := self._histories.get(sequence.request_id)) is not None:
-                offer = Offer(history, len(drafted.tree), drafted.confidence)
-                self.controller.tried(offer, number, len(drafted.tree), right, batch)
-        self.controller.ended_trial(number)

@@ -3,7 +3,7 @@
 import random
 
 from foredraft.trees.draft_tree import DraftTree, sanitize
-from verify_service.engine.tree_sizes import known_outcome
+from verify_service.engine.judging import known_outcome
 
 TREE = DraftTree((5, 6, 7, 8, 9), (-1, -1, 0, 2, 1))
 
