@@ -3,7 +3,7 @@
 A committed token costs projections only; a proposal costs one forward of a block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,13 +23,7 @@ from foredraft.trees.draft_tree import DraftTree
 
 
 class BlockProposer(PagedProposer):
-    """Drafts blocks of tokens for one verifier.
-
-    Attributes:
-        on_close: Called at the end of `close`, when nothing computes with the draft any more.
-    """
-
-    on_close: Callable[[], None] | None = None
+    """Drafts blocks of tokens for one verifier."""
 
     def __init__(
         self,
@@ -48,8 +42,6 @@ class BlockProposer(PagedProposer):
         """See PagedProposer."""
         super().close()
         del self._runner, self._draft_model
-        if self.on_close is not None:
-            self.on_close()
 
     def _make_fast(self) -> GraphDrafting | None:
         settings, reader = self._settings, self.hidden

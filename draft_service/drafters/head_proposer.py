@@ -1,6 +1,6 @@
 """Proposes trees from a head of one module, which is applied to its own output."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -35,13 +35,7 @@ class HeadLevels:
 
 
 class HeadProposer(BeamProposer):
-    """Drafts for one verifier with a head.
-
-    Attributes:
-        on_close: Called at the end of `close`, when nothing computes with the head any more.
-    """
-
-    on_close: Callable[[], None] | None = None
+    """Drafts for one verifier with a head."""
 
     def __init__(
         self,
@@ -67,8 +61,6 @@ class HeadProposer(BeamProposer):
         """See PagedProposer."""
         super().close()
         del self._head_runner
-        if self.on_close is not None:
-            self.on_close()
 
     def _make_fast(self) -> GraphDrafting | None:
         settings, reader = self._settings, self.hidden

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import torch
 
-from draft_service.drafters.base import Proposer
 from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.block_proposer import BlockProposer
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
     TYPICAL_BATCH,
+    DrafterOptions,
     PagedDrafter,
     check_plain,
     device_of,
-    graph_settings,
-    source_of,
     weight_bytes,
 )
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
@@ -64,23 +61,32 @@ class HeadDrafter(PagedDrafter):
         name: Name of the head.
         fingerprint: Fingerprint of the target's tokenizer; empty without one.
         limits: (steps, topk, draft tokens), used where a verifier sets none.
-
-    Attributes:
+        options: See `PagedDrafter`.
         target_weights: On a GPU, the target's weights that the head uses; None where they are
             loaded with the head.
-        offers_fusion: Whether the verifier may compute the head's fusion of hidden states itself.
     """
 
     def __init__(
-        self, head: DraftHead, target: ModelConfig, name: str, fingerprint: str, limits: Limits
+        self,
+        head: DraftHead,
+        target: ModelConfig,
+        name: str,
+        fingerprint: str,
+        limits: Limits,
+        options: DrafterOptions | None = None,
+        target_weights: TargetWeights | None = None,
     ) -> None:
-        super().__init__(head.config.layer, head.dtype, head.device, fingerprint, limits)
+        options = options or DrafterOptions()
+        super().__init__(head.config.layer, head.dtype, head.device, fingerprint, limits, options)
         self._head = head
         self._target = target
         self._name = name
-        self.target_weights: TargetWeights | None = None
+        self._target_weights = target_weights
         self.has_device_steps = head.num_modules == 1
-        self.offers_fusion = head.fusion is not None and head.fusion.is_plain
+        # The fusion of hidden states, where the verifier may compute it itself.
+        self._offered_fusion = None
+        if head.fusion is not None and head.fusion.is_plain and not options.is_converted:
+            self._offered_fusion = head.fusion
 
     @classmethod
     def load(cls, config: DraftConfig) -> "HeadDrafter":
@@ -126,25 +132,20 @@ class HeadDrafter(PagedDrafter):
             config.enable_multi_layer_eagle,
         )
         convert_linears(head, flag, device)
-        drafter = cls(
+        return cls(
             head,
             target,
             Path(given).name if given else path.name,
             kept_fingerprint(target_path),
             config.tree_limits,
+            DrafterOptions.of(config, path, head.config.layer.quantization, device),
+            TargetWeights(head, shared) if on_host else None,
         )
-        drafter.offers_fusion &= is_plain
-        drafter.source = source_of(path, flag, head.config.layer.quantization)
-        drafter.graphs = graph_settings(config, device)
-        drafter.ngrams = OverrideSettings.from_config(config)
-        if on_host:
-            drafter.target_weights = TargetWeights(head, shared)
-        return drafter
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Describes the head: its sizes, the hidden states it reads, the target's vocabulary."""
         config = self._head.config
-        shared, theirs = self.target_weights, 0
+        shared, theirs = self._target_weights, 0
         is_block = config.num_drafted is not None  # drafts all tokens in one forward
         if shared is not None:
             theirs = shared.num_bytes
@@ -168,9 +169,9 @@ class HeadDrafter(PagedDrafter):
             uses_pages=True,
             version=__version__,
         )
-        info.MergeFrom(self.source)
-        if self.offers_fusion and self._head.fusion is not None:
-            info.fusion.CopyFrom(describe(self._head.fusion.shape))
+        info.MergeFrom(self._source)
+        if self._offered_fusion is not None:
+            info.fusion.CopyFrom(describe(self._offered_fusion.shape))
         columns = self._head.lm_head.weight.shape[0]
         self.add_memory(info, columns)
         if info.workspace_bytes and config.num_drafted is not None:
@@ -180,12 +181,14 @@ class HeadDrafter(PagedDrafter):
 
     def fusion_parts(self) -> Iterator[draft_pb2.GetFusionResponse]:
         """See Drafter."""
-        if self.offers_fusion and self._head.fusion is not None:
-            yield from parts_of(self._head.fusion.tensors())
+        if self._offered_fusion is not None:
+            yield from parts_of(self._offered_fusion.tensors())
 
-    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
+    def attach(
+        self, request: draft_pb2.AttachRequest
+    ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
         """Attaches as PagedDrafter does; on a GPU the head gets its target's weights first."""
-        weights = self.target_weights
+        weights = self._target_weights
         if weights is None:
             return super().attach(request)
         self._check(request)
@@ -195,7 +198,6 @@ class HeadDrafter(PagedDrafter):
         except BaseException:
             weights.detach()
             raise
-        assert isinstance(proposer, (HeadProposer, BlockProposer))
         proposer.on_close = weights.detach
         return proposer, response
 

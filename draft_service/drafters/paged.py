@@ -6,11 +6,12 @@ attach.
 
 import logging
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from draft_service.drafters.base import Drafter, Proposer
+from draft_service.drafters.base import Drafter
 from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.ngram_override import NgramOverride, OverrideSettings
@@ -57,6 +58,44 @@ def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings |
     return GraphSettings(config.cuda_graph_max_bs, captures=not config.disable_cuda_graph)
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterOptions:
+    """How a drafter's model was loaded, and how its steps run.
+
+    Attributes:
+        source: Origin of the weights, see `source_of`; empty for a model that was not loaded from
+            files.
+        graphs: Settings of fixed-shape steps; None where steps have no fixed shape.
+        ngrams: Settings of n-grams that replace the model's proposals; None for no n-grams.
+        is_converted: Whether a flag had the model's matrices quantised.
+    """
+
+    source: draft_pb2.GetDraftInfoResponse = field(default_factory=draft_pb2.GetDraftInfoResponse)
+    graphs: GraphSettings | None = None
+    ngrams: OverrideSettings | None = None
+    is_converted: bool = False
+
+    @classmethod
+    def of(
+        cls, config: DraftConfig, path: Path, stored: Quantization | None, device: torch.device
+    ) -> "DrafterOptions":
+        """Returns the options that the flags give to a model from files.
+
+        Args:
+            config: The draft service's flags.
+            path: Directory of the checkpoint.
+            stored: Quantisation of the checkpoint; None for plain weights.
+            device: Device that the draft runs on.
+        """
+        flag = config.speculative_draft_model_quantization
+        return cls(
+            source_of(path, flag, stored),
+            graph_settings(config, device),
+            OverrideSettings.from_config(config),
+            is_converted=flag != "unquant",
+        )
+
+
 def source_of(path: Path, flag: str, stored: Quantization | None) -> draft_pb2.GetDraftInfoResponse:
     """Returns an info message with only the origin and quantisation of a draft's weights.
 
@@ -99,14 +138,12 @@ class PagedDrafter(Drafter):
         device: Device of the model and the KV.
         fingerprint: Fingerprint of the tokenizer; empty without one.
         limits: (steps, topk, draft tokens), used where a verifier sets none.
+        options: How the model was loaded, and how its steps run.
 
     Attributes:
         attention: Attention backend of the device.
-        graphs: Settings of fixed-shape steps; None where steps have no fixed shape.
+        graphs: See `DrafterOptions`.
         has_device_steps: Whether fixed-shape steps can stay on a GPU.
-        source: Origin of the weights, see `source_of`; empty for a model that was not loaded from
-            files.
-        ngrams: Settings of n-grams that replace the model's proposals; None for no n-grams.
     """
 
     max_sessions = 1
@@ -119,14 +156,14 @@ class PagedDrafter(Drafter):
         device: torch.device,
         fingerprint: str,
         limits: Limits,
+        options: DrafterOptions,
     ) -> None:
         self._config = config
         self._dtype = dtype
         self.device = self._kv_device = device
         self.attention = attention_for(device)
-        self.graphs: GraphSettings | None = None
-        self.source = draft_pb2.GetDraftInfoResponse()
-        self.ngrams: OverrideSettings | None = None
+        self.graphs = options.graphs
+        self._source, self._ngrams = options.source, options.ngrams
         self._fingerprint = fingerprint
         self._limits = limits
 
@@ -142,7 +179,9 @@ class PagedDrafter(Drafter):
         is_chain = self._limits[1] == 1
         return draft_pb2.PROPOSAL_SHAPE_CHAINS if is_chain else draft_pb2.PROPOSAL_SHAPE_TREES
 
-    def attach(self, request: draft_pb2.AttachRequest) -> tuple[Proposer, draft_pb2.AttachResponse]:
+    def attach(
+        self, request: draft_pb2.AttachRequest
+    ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
         """Allocates KV for the verifier's pages, and scratch."""
         self._check(request)
         asked = request.limits
@@ -176,8 +215,8 @@ class PagedDrafter(Drafter):
             ) from error
         kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
         proposer = self._proposer(kv, request, limits, scratch)
-        if self.ngrams is not None:
-            proposer.override = NgramOverride(self.ngrams)
+        if self._ngrams is not None:
+            proposer.override = NgramOverride(self._ngrams)
         return proposer, draft_pb2.AttachResponse(kv_bytes=kv_bytes)
 
     def add_memory(self, info: draft_pb2.GetDraftInfoResponse, vocab: int) -> None:
@@ -192,7 +231,7 @@ class PagedDrafter(Drafter):
             return
         info.device_uuid = cuda.uuid_of(self._kv_device)
         # N-grams are looked up on the host, which must know the tokens.
-        info.device_steps = self.has_device_steps and self.ngrams is None
+        info.device_steps = self.has_device_steps and self._ngrams is None
         topk = self._limits[1]
         # Scratch takes whole pages.
         num_rows = self._scratch_rows(self._limits) + PAGE_SLACK

@@ -5,7 +5,7 @@ step.
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,9 +47,11 @@ class PagedProposer(Proposer):
 
     Attributes:
         override: N-grams that replace the model's proposals; None for no n-grams.
+        on_close: Called by `close`, when nothing computes with the model any more.
     """
 
     override: NgramOverride | None = None
+    on_close: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -139,6 +141,8 @@ class PagedProposer(Proposer):
         if self._fast is not None:
             self._fast.close()
             self._fast = None
+        if self.on_close is not None:
+            self.on_close()
 
     def _make_fast(self) -> GraphDrafting | None:
         """Creates the fixed-shape steps; None for a draft without them."""

@@ -11,13 +11,11 @@ import torch
 from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.beam_proposer import BeamProposer
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
-from draft_service.drafters.ngram_override import OverrideSettings
 from draft_service.drafters.paged import (
+    DrafterOptions,
     PagedDrafter,
     check_plain,
     device_of,
-    graph_settings,
-    source_of,
     weight_bytes,
 )
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
@@ -50,6 +48,7 @@ class StandaloneDrafter(PagedDrafter):
         limits: (steps, topk, draft tokens), used where a verifier sets none.
         token_map: int64, token ids that the model's LM head is reduced to (FR-Spec); None for the
             whole vocabulary.
+        options: See `PagedDrafter`.
     """
 
     def __init__(
@@ -59,8 +58,10 @@ class StandaloneDrafter(PagedDrafter):
         fingerprint: str,
         limits: Limits,
         token_map: torch.Tensor | None = None,
+        options: DrafterOptions | None = None,
     ) -> None:
-        super().__init__(model.config, model.dtype, model.device, fingerprint, limits)
+        options = options or DrafterOptions()
+        super().__init__(model.config, model.dtype, model.device, fingerprint, limits, options)
         self._model = model
         self._name = name
         self._token_map = token_map
@@ -92,11 +93,8 @@ class StandaloneDrafter(PagedDrafter):
             model.lm_head = reduce_vocabulary(model.lm_head, token_map, model.dtype)
         convert_linears(model, flag, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
-        drafter = cls(model, name, kept_fingerprint(path), config.tree_limits, token_map)
-        drafter.source = source_of(path, flag, model.config.quantization)
-        drafter.graphs = graph_settings(config, device)
-        drafter.ngrams = OverrideSettings.from_config(config)
-        return drafter
+        options = DrafterOptions.of(config, path, model.config.quantization, device)
+        return cls(model, name, kept_fingerprint(path), config.tree_limits, token_map, options)
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Describes the draft, which needs the target's tokenizer and no hidden states."""
@@ -115,7 +113,7 @@ class StandaloneDrafter(PagedDrafter):
             uses_pages=True,
             version=__version__,
         )
-        info.MergeFrom(self.source)
+        info.MergeFrom(self._source)
         self.add_memory(info, self._model.config.vocab_size)
         return info
 
