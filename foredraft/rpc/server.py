@@ -12,30 +12,24 @@ Usage, on one event loop::
 
 import asyncio
 import contextlib
-import inspect
 import logging
-import os
-import socket
-import stat
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from foredraft.errors import ConfigError, ForedraftError, InvalidRequest
-from foredraft.rpc import address, errors
+from foredraft.errors import ConfigError
+from foredraft.rpc import address
 from foredraft.rpc.address import Address
+from foredraft.rpc.calls import CallInterceptor
 from foredraft.rpc.channel import MAX_MESSAGE_BYTES, options
 from foredraft.rpc.lifetime import stop_event
+from foredraft.rpc.listening import bind
 from foredraft.rpc.tls import Identity
-from foredraft.telemetry.logging import bind_request_id, new_request_id
-from foredraft.telemetry.tracing import bind_traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -161,16 +155,16 @@ class RpcServer:
                 Path(where.path).unlink(missing_ok=True)
 
     def _make(self) -> grpc.aio.Server:
-        return grpc.aio.server(interceptors=[ErrorInterceptor()], options=self._options)
+        return grpc.aio.server(interceptors=[CallInterceptor()], options=self._options)
 
     async def _open(self, where: Address) -> Address:
         for add_to_server, servicer in self._added:
             add_to_server(servicer, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         _add_reflection(self.server, [*self._names, health.SERVICE_NAME])
-        bound = _bind(self.server, where, self._identity)
+        bound = bind(self.server, where, self._identity)
         if self._socket is not None:
-            _bind(self.server, self._socket, None)
+            bind(self.server, self._socket, None)
         await self.server.start()
         return bound
 
@@ -235,116 +229,6 @@ async def wait_briefly(is_open: asyncio.Event) -> None:
             await is_open.wait()
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns exceptions of asynchronous handlers into statuses and gives every call a request id.
-
-    The id is the client's `x-request-id` metadata or a new one. Its `traceparent` is the parent of
-    the call's spans.
-    """
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        given = metadata.get("x-request-id", "")
-        name = given if isinstance(given, str) and 0 < len(given) <= 128 else new_request_id()
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            behaviour = getattr(handler, kind)
-            if behaviour is None:
-                continue
-            wrapped = _wrap(behaviour, method, name, str(metadata.get("traceparent", "")))
-            return getattr(grpc, f"{kind}_rpc_method_handler")(
-                wrapped,
-                _decoder(handler.request_deserializer)
-                if kind.startswith("unary")
-                else handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return handler
-
-
-@dataclass(frozen=True, slots=True)
-class _Undecodable:
-    """Stands for a message that cannot be decoded."""
-
-    why: str
-
-
-def _decoder(decode: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Wraps a decoder so that malformed bytes give `_Undecodable`. gRPC itself would answer with an
-    internal error, and log it.
-    """
-
-    def decoded(message: bytes) -> Any:
-        try:
-            return message if decode is None else decode(message)
-        except DecodeError as error:
-            return _Undecodable(str(error))
-
-    return decoded
-
-
-def _checked(request: Any) -> Any:
-    """Returns a request that could be decoded.
-
-    Raises:
-        InvalidRequest: The request's bytes are no message of this call.
-    """
-    if isinstance(request, _Undecodable):
-        raise _undecodable(request.why)
-    return request
-
-
-def _undecodable(why: str) -> InvalidRequest:
-    return InvalidRequest("request", f"is no message of this call: {why}")
-
-
-def _wrap(behaviour: Any, method: str, request_id: str, traceparent: str) -> Any:
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with bind_request_id(request_id), bind_traceparent(traceparent):
-                try:
-                    async with aclosing(behaviour(_checked(request), context)) as responses:
-                        async for response in responses:
-                            yield response
-                except Exception as error:
-                    await _fail(context, error, method, request_id)
-
-        return stream
-    if inspect.iscoroutinefunction(behaviour):
-
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with bind_request_id(request_id), bind_traceparent(traceparent):
-                try:
-                    return await behaviour(_checked(request), context)
-                except Exception as error:
-                    await _fail(context, error, method, request_id)
-
-        return call
-    return behaviour
-
-
-async def _fail(
-    context: grpc.aio.ServicerContext, error: Exception, method: str, request_id: str
-) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, DecodeError):  # of a message in a client's stream
-        error = _undecodable(str(error))
-    if isinstance(error, ForedraftError):
-        logger.debug("%s: %s", method, error)
-        await errors.abort(context, errors.to_status(error))
-    logger.error("%s failed", method, exc_info=error)
-    await errors.abort(context, errors.internal_status(request_id))
-
-
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
     """Adds reflection by v1, which new clients use, and by v1alpha, whose messages have the same
     bytes.
@@ -358,48 +242,3 @@ def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
     for name in (REFLECTION_V1, reflection.SERVICE_NAME):
         generic = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
         server.add_generic_rpc_handlers((generic,))
-
-
-def _bind(server: grpc.aio.Server, where: Address, identity: Identity | None) -> Address:
-    if where.is_unix:
-        _prepare_socket(Path(where.path))
-    # The socket is born with mode 0600; changing it afterwards would leave a moment in between.
-    old_mask = os.umask(0o177)
-    try:
-        if identity is None or where.is_unix:
-            port = server.add_insecure_port(where.target)
-        else:
-            port = server.add_secure_port(where.target, identity.server_credentials())
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {where}: the address is in use or not ours") from error
-    finally:
-        os.umask(old_mask)
-    return where if where.is_unix else Address(host=where.host, port=port)
-
-
-def _prepare_socket(path: Path) -> None:
-    """Makes the directory (mode 0700) and removes the socket of a dead server."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on unix:{path}: it exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        # Or a server that stands still, with many waiting, would hold this up.
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass  # it has just gone
-        except BlockingIOError:
-            raise ConfigError(
-                f"cannot listen on unix:{path}: a server there takes none in"
-            ) from None
-        except OSError as error:  # not ours to take away
-            raise ConfigError(f"cannot listen on unix:{path}: {error}") from error
-        else:
-            raise ConfigError(f"cannot listen on unix:{path}: a server listens there already")
