@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import foredraft
-from foredraft.attention import exact_triton, paged_triton
+from foredraft.attention import device_limits
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import fused, skinny_gemm
 from foredraft.layers.linear import CudaMethod, Linear
@@ -97,8 +97,7 @@ def recorded_launches() -> Iterator[set[Hashable]]:
             patch.setattr(importlib.import_module(package), own, module, raising=False)
         patch.setattr(fused, "on_gpu", lambda x: True)
         patch.setattr(skinny_gemm, "supports", _supports)
-        patch.setattr(paged_triton, "_INTERPRETED_UNITS", UNITS)
-        patch.setattr(exact_triton, "_INTERPRETED_UNITS", UNITS)
+        patch.setattr(device_limits, "INTERPRETED_UNITS", UNITS)
         yield met
 
 

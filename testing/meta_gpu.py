@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.attention import exact_triton, paged_triton
+from foredraft.attention import device_limits
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import exact_gemm, exact_linear, skinny_gemm
 from verify_service.executor.captured import two_phase_tables
@@ -124,8 +124,7 @@ def meta_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     descriptors: Any = types.ModuleType("triton.tools.tensor_descriptor")
     descriptors.TensorDescriptor = types.SimpleNamespace(from_tensor=lambda *args: None)
     monkeypatch.setitem(sys.modules, descriptors.__name__, descriptors)
-    for attention in (exact_triton, paged_triton):
-        monkeypatch.setattr(attention, "_INTERPRETED_UNITS", UNITS)
+    monkeypatch.setattr(device_limits, "INTERPRETED_UNITS", UNITS)
     monkeypatch.setattr(exact_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(skinny_gemm, "supports", _supports)
     monkeypatch.setattr(exact_linear, "_library_parts", _library_parts)

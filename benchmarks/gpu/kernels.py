@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.attention.base import Batch
-from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.split_kv import Balance
+from foredraft.attention.triton_plan import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.sampling import sampling

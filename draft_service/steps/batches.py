@@ -5,8 +5,8 @@ import torch
 from draft_service.steps.plan import BlockRows, DraftPlan
 from draft_service.steps.records import DraftShape
 from foredraft.attention.base import Batch
-from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.attention.split_kv import Balance, Levels
+from foredraft.attention.triton_plan import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.rows import SamplingRows

@@ -12,12 +12,8 @@ from typing import Any, cast
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
-from foredraft.attention.paged_triton import (
-    TritonPlan,
-    has_room,
-    plan_of_spans,
-    rows_outside_graphs,
-)
+from foredraft.attention.device_limits import compute_units, has_room
+from foredraft.attention.triton_plan import TritonPlan, plan_of_spans, rows_outside_graphs
 from foredraft.kernel_launch import VARIANTS, few_variants, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -30,7 +26,6 @@ TILE, NEAR, SMALL, LARGE = 64, 1024, 128, 512
 _SHORT = 2048
 _PROGRAMS_PER_UNIT = 8  # maximum number of programs that segments are distributed to
 _MOST_PART_BYTES = 256 << 20  # maximum size of partial sums stored for another kernel
-_INTERPRETED_UNITS = 16
 # Maximum number of programs per unit for rows of trees that gain more from many registers than from
 # running beside others.
 _AHEAD_PER_UNIT = 2
@@ -154,7 +149,8 @@ class ExactAttention(AttentionBackend):
         heads = group if is_branched else 1
         per_block = layout.block_m // group + 1
         is_ahead = (
-            not VARIANTS.are_few and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv)
+            not VARIANTS.are_few
+            and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv.data.device)
         )
         exact_fold_kernels.fold[(layout.programs * per_block, num_heads // heads)](
             *arrays, tails, *lengths, *numbers, **options,
@@ -195,7 +191,7 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
         small = min(block_m, _TREE_LINES)
         small_blocks = -(-plan.max_rows * group // small)
         in_all = len(plan.num_rows) * small_blocks
-        if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv):
+        if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv.data.device):
             block_m, row_blocks, programs = small, small_blocks, in_all
     num_keys = plan.page_tables.shape[1] * kv.page_size
     num_splits = 1
@@ -203,7 +199,7 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
         num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
     if num_splits < 2:
         return _Layout(block_m, row_blocks, programs, 1, 0, 0)
-    is_busy = programs * kv.num_kv_heads >= compute_units(kv)
+    is_busy = programs * kv.num_kv_heads >= compute_units(kv.data.device)
     limit = _SHORT if VARIANTS.are_few or is_busy else 0
     num_slots = segment_of(num_keys - 1) + 1
     return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots)
@@ -216,7 +212,7 @@ def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: 
         programs: Number of blocks of rows.
         num_lines: Number of rows times query heads of a KV head.
     """
-    in_all, units = programs * kv.num_kv_heads, compute_units(kv)
+    in_all, units = programs * kv.num_kv_heads, compute_units(kv.data.device)
     num_segments = segment_of(num_keys - 1) + 1
     part_bytes = num_lines * kv.num_kv_heads * num_segments * _part_bytes(kv.data.shape[-1])
     is_many = block_m == 128 and 2 * in_all >= units  # storing the sums of all rows would take long
@@ -229,14 +225,6 @@ def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: 
 def _part_bytes(head_dim: int) -> int:
     """Returns the bytes of a row's partial sum of one head: numbers, maximum and total."""
     return (head_dim + 2) * 4
-
-
-def compute_units(kv: PagedKV) -> int:
-    """Returns the number of compute units of the cache's device."""
-    device = kv.data.device
-    if device.type != "cuda":
-        return _INTERPRETED_UNITS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def segment_of(key: int) -> int:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
-from foredraft.attention.exact_triton import LARGE, NEAR, SMALL, TILE, compute_units
-from foredraft.attention.paged_triton import TritonPlan
+from foredraft.attention.device_limits import compute_units
+from foredraft.attention.exact_triton import LARGE, NEAR, SMALL, TILE
 from foredraft.attention.prompts import PROMPT_ROWS, PromptPlan, PromptsApart
+from foredraft.attention.triton_plan import TritonPlan
 from foredraft.kvcache.paged_kv import PagedKV
 
 BLOCK_M = 128  # rows times query heads of a KV head of a block
@@ -71,7 +72,7 @@ class HopperAttention(PromptsApart):
         """See AttentionBackend."""
         if not _fits(kv, group_size):
             return None
-        num_blocks = -(-compute_units(kv) // (2 * kv.num_kv_heads))
+        num_blocks = -(-compute_units(kv.data.device) // (2 * kv.num_kv_heads))
         return max(PROMPT_ROWS, (num_blocks - 1) * BLOCK_M // group_size + 1)
 
     def _takes(
@@ -85,7 +86,7 @@ class HopperAttention(PromptsApart):
             return False
         # With fewer blocks much of the card is idle, unless keys are cut into parts.
         num_blocks = sum(-(-span.num_rows * group_size // BLOCK_M) for span in spans)
-        return 2 * num_blocks * kv.num_kv_heads >= compute_units(kv)
+        return 2 * num_blocks * kv.num_kv_heads >= compute_units(kv.data.device)
 
     def _plan_prompts(self, batch: Batch, kv: PagedKV, group_size: int) -> _Prompts:
         blocks = torch.from_numpy(blocks_of(batch.spans, group_size))

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import exact_triton, paged_triton
+from foredraft.attention import device_limits, exact_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.triton_plan import plan_of_spans
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
 from testing.attention_spans import batch_of
@@ -49,9 +50,9 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
     pair = divmod(capability, 10)
     able = {"launch_pdl": pair >= (9, 0), "DEPENDENT": pair >= (9, 0)}
     monkeypatch.setattr(exact_triton, "overlapped", lambda device: able)
-    monkeypatch.setattr(exact_triton, "_INTERPRETED_UNITS", 132)
+    monkeypatch.setattr(device_limits, "INTERPRETED_UNITS", 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pair)
-    room = paged_triton.has_room(torch.device("cuda"))
+    room = device_limits.has_room.__wrapped__(torch.device("cuda"))
     monkeypatch.setattr(exact_triton, "has_room", lambda device: room)
     recorders = []
     for name in KERNELS:
@@ -75,7 +76,7 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
     batch = batch_of(spans, 16)
     backend = ExactAttention()
     if step == LISTED:
-        batch.plan = paged_triton.plan_of_spans(batch, kv, 4)
+        batch.plan = plan_of_spans(batch, kv, 4)
         batch.plan.blocks = torch.zeros(2, 40, dtype=torch.int32)
     plan = backend.plan(batch, kv, (window,), 4)
     queries = torch.zeros(batch.num_rows, 32, head_dim, dtype=torch.bfloat16)

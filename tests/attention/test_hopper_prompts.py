@@ -71,7 +71,7 @@ def test_each_line_is_in_one_block_and_the_longest_are_first(group):
     ],
 )
 def test_takes_prompts_that_it_can(monkeypatch, sizes, settings, is_taken):
-    monkeypatch.setattr(hopper_prompts, "compute_units", lambda kv: 132)
+    monkeypatch.setattr(hopper_prompts, "compute_units", lambda device: 132)
     page_size = settings.get("page_size", 16)
     spans, num_pages = spans_of(sizes, page_size, np.random.default_rng(0))
     dtype = settings.get("dtype", torch.bfloat16)

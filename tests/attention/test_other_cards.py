@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import paged_triton
+from foredraft.attention import device_limits, paged_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.split_kv import Balance
@@ -31,7 +31,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     able = {"launch_pdl": pair >= (9, 0), "DEPENDENT": pair >= (9, 0)}
     monkeypatch.setattr(paged_triton, "overlapped", lambda device: able)
     monkeypatch.setattr(skinny_gemm, "overlapped", lambda device: able)
-    room = paged_triton.has_room(torch.device("cuda"))
+    room = device_limits.has_room.__wrapped__(torch.device("cuda"))
     monkeypatch.setattr(paged_triton, "has_room", lambda device: room)
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import paged_triton
+from foredraft.attention import device_limits
 from foredraft.attention.base import SequenceSpan
-from foredraft.attention.paged_triton import TritonAttention, splits_for
+from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
+from foredraft.attention.triton_plan import splits_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
@@ -160,7 +161,7 @@ def test_a_batch_that_brings_its_plan_keeps_it():
 
 
 def test_splits_fill_the_device_and_no_more(monkeypatch):
-    monkeypatch.setattr(paged_triton, "_INTERPRETED_UNITS", 100)
+    monkeypatch.setattr(device_limits, "INTERPRETED_UNITS", 100)
     kv = PagedKV(1, 1, 4, 8, 16, torch.float32, "cpu")
     assert splits_for(1, 1, kv, 100_000) == 32
     assert splits_for(1, 1, kv, 300) == 4

@@ -12,7 +12,8 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.attention.exact_triton import ExactAttention
-from foredraft.attention.paged_triton import TritonAttention, TritonPlan, splits_for
+from foredraft.attention.paged_triton import TritonAttention
+from foredraft.attention.triton_plan import TritonPlan, splits_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import make_exact

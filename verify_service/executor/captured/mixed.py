@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch
-from foredraft.attention.paged_triton import TritonPlan
+from foredraft.attention.triton_plan import TritonPlan
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput

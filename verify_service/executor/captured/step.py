@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch
-from foredraft.attention.paged_triton import TritonPlan, splits_for
 from foredraft.attention.split_kv import Balance
+from foredraft.attention.triton_plan import TritonPlan, splits_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.parallel.group import SINGLE, Group
