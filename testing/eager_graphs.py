@@ -23,10 +23,12 @@ from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
 from verify_service.executor.captured.step import DecodeStep, StepSizes
-from verify_service.executor.choice.sampler import Sampler, Thresholds
+from verify_service.executor.choice.sampler import Sampler
 from verify_service.executor.ranks import graphs, messages
+from verify_service.flag_notes import thresholds_of
 from verify_service.sizes import chunk_size
 from verify_service.target import Target, load_share
+from verify_service.target_executor import graph_sizes
 
 
 class Event:
@@ -119,6 +121,11 @@ def _use_eager_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MixedGraphs", EagerMixedGraphs)
 
 
+def _sampler(config: VerifyConfig, runner: ModelRunner, limits: EngineLimits) -> Sampler:
+    device, thresholds = runner.model.device, thresholds_of(config)
+    return Sampler(limits.vocab_size, device, limits.eos_token_ids, thresholds)
+
+
 def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
     """Makes engines of this process rank 0 of several, on CPUs.
 
@@ -133,14 +140,14 @@ def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
 
     def executor(
         config: VerifyConfig,
+        target: Target,
         runner: ModelRunner,
         limits: EngineLimits,
-        thresholds: Thresholds,
         *rest: Any,
     ) -> GraphExecutor:
-        sampler = Sampler(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
+        sampler = _sampler(config, runner, limits)
         device = runner.model.device
-        sizes = startup._graph_sizes(config, limits, (), False, device)
+        sizes = graph_sizes(config, limits, (), device)
         pages = (limits.num_pages, limits.page_size, 1)
         ranks.board.write(messages.setup(pages, sizes.numbers))
         model, kv, group = runner.model, runner.kv, ranks.group
@@ -148,7 +155,7 @@ def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
         return GraphExecutor(runner, sampler, *both, None, ranks)
 
     monkeypatch.setattr("testing.engines.load_target", load)
-    monkeypatch.setattr(startup, "_executor", executor)
+    monkeypatch.setattr(startup, "make_executor", executor)
 
 
 def use_eager_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +177,12 @@ def use_eager_graphs(
 
     def executor(
         config: VerifyConfig,
+        target: Target,
         runner: ModelRunner,
         limits: EngineLimits,
-        thresholds: Thresholds,
         *rest: Any,
     ) -> GraphExecutor:
-        sampler = Sampler(limits.vocab_size, runner.model.device, limits.eos_token_ids, thresholds)
+        sampler = _sampler(config, runner, limits)
         step = DecodeStep(
             runner.model,
             runner.kv,
@@ -198,4 +205,4 @@ def use_eager_graphs(
         )
         return GraphExecutor(runner, sampler, EagerGraphs(step), mixed)
 
-    monkeypatch.setattr(startup, "_executor", executor)
+    monkeypatch.setattr(startup, "make_executor", executor)

@@ -2,9 +2,7 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,30 +13,19 @@ from foredraft.errors import ConfigError, ForedraftError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
-from foredraft.parallel.group import SINGLE
-from foredraft.runner.compile_ahead import compile_ahead
 from foredraft.runner.model_runner import ModelRunner
-from verify_service.attach.links import (
-    DraftLink,
-    captured_layers,
-    followed_levels,
-    tree_limits_of,
-)
+from verify_service.attach.links import DraftLink, tree_limits_of
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import DraftKind
 from verify_service.drafts.drafts import Drafts
 from verify_service.engine.engine import Engine, EngineLimits
 from verify_service.engine.judging import known_outcome
 from verify_service.engine.self_test import SelfTest, built_in_prompts
-from verify_service.executor.base import Executor
-from verify_service.executor.choice.sampler import Sampler, Thresholds
 from verify_service.executor.choice.simulation import SimulatedAcceptance
-from verify_service.executor.eager import EagerExecutor
 from verify_service.executor.ranks import messages
-from verify_service.executor.ranks.choice import RankedSampler
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
-from verify_service.flag_notes import note_flags, thresholds_of
+from verify_service.flag_notes import note_flags
 from verify_service.kv_budget import kv_budget, neighbours, step_limits
 from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
@@ -51,10 +38,7 @@ from verify_service.scheduler.scheduler import Scheduler
 from verify_service.sizes import chunk_size, max_decode_delay
 from verify_service.target import Target, load_share
 from verify_service.target_costs import measured_costs
-from verify_service.warm_up import WarmUp, reach_of
-
-if TYPE_CHECKING:  # needs triton
-    from verify_service.executor.ranks.graphs import GraphSizes
+from verify_service.target_executor import graph_sizes, make_executor
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +106,7 @@ def build_engine(
         f"{_pool_flag(config)}, --cuda-graph-max-bs, --speculative-num-draft-tokens or"
         " --max-running-requests",
     ):
-        executor = _executor(
-            config,
-            runner,
-            limits,
-            thresholds_of(config),
-            simulated,
-            tree_limits,
-            links,
-            target.ranks,
-        )
+        executor = make_executor(config, target, runner, limits, links, simulated)
     costs = None
     if len(links) > 1 or (links and config.speculative_adaptive):
         costs = measured_costs(executor, runner, pool, target.weight_bytes)
@@ -250,8 +225,7 @@ def _make_runner(
         return ModelRunner(target.model, kv, target.attention)
     numbers = []
     if device.type == "cuda" and not config.disable_cuda_graph:
-        simulates = config.simulate_accept_length is not None
-        numbers = _graph_sizes(config, limits, links, simulates, device).numbers
+        numbers = graph_sizes(config, limits, links, device).numbers
     cache = (limits.num_pages, limits.page_size, kv.num_scratch_pages)
     ranks.board.write(messages.setup(cache, numbers))
     return RankedRunner(target.model, kv, target.attention, ranks)
@@ -304,85 +278,3 @@ def _make_self_tests(
 def _allow_attach(links: Sequence[DraftLink], limits: EngineLimits) -> None:
     for link in links:
         link.sized(limits.num_pages, limits.page_size, limits.context_length)
-
-
-def _executor(
-    config: VerifyConfig,
-    runner: ModelRunner,
-    limits: EngineLimits,
-    thresholds: Thresholds,
-    simulated: SimulatedAcceptance | None,
-    tree_limits: tuple[int, int, int],
-    links: Sequence[DraftLink],
-    ranks: Ranks | None,
-) -> Executor:
-    """Creates the executor of the target: on a GPU with captured graphs unless these are
-    switched off.
-    """
-    device = runner.model.device
-    rule = (limits.vocab_size, device, limits.eos_token_ids, thresholds, simulated)
-    if ranks is not None and device.type == "cpu":
-        runner.model.lm_head.gathers = False
-        sampler: Sampler = RankedSampler(ranks, runner.model.lm_head, *rule)
-    else:  # a GPU's kernels choose by whole rows
-        sampler = Sampler(*rule)
-    layers, has_branches = captured_layers(links), tree_limits[1] > 1
-    if device.type == "cpu":
-        return EagerExecutor(runner, sampler, ranks)
-    levels = followed_levels([link.config for link in links] or [config])
-    reach = reach_of(chunk_size(config, device), limits, has_branches)
-    rest, choose = WarmUp(runner, reach, layers, levels), sampler.trial()
-    if config.disable_cuda_graph:
-        choose()
-        rest.run()
-        return EagerExecutor(runner, sampler, ranks)
-    from verify_service.executor.captured.executor import GraphExecutor  # needs triton
-    from verify_service.executor.ranks.graphs import captured
-
-    started = time.monotonic()
-    sizes = _graph_sizes(config, limits, links, simulated is not None, device)
-    group, board = (SINGLE, None) if ranks is None else (ranks.group, ranks.board)
-    graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
-    has_branches &= limits.max_nodes > 1
-    if ranks is None:  # what ranks exchange cannot be captured and thrown away
-        runs = [*graphs.runs(layers), *mixed.runs(layers, has_branches), *rest.trials(), choose]
-        num_compiled = compile_ahead(runs, device)
-        logger.info("compiled %d kernels in %.1f s", num_compiled, time.monotonic() - started)
-    choose()
-    rest.run()
-    started = time.monotonic()
-    graphs.warm_up(layers)
-    logger.info(
-        "captured %d CUDA graphs in %.1f s", len(graphs.shapes.all()), time.monotonic() - started
-    )
-    started = time.monotonic()
-    mixed.warm_up(layers, has_branches)
-    logger.info(
-        "captured %d more for prompts in %.1f s", mixed.num_graphs, time.monotonic() - started
-    )
-    return GraphExecutor(runner, sampler, graphs, mixed, simulated, ranks)
-
-
-def _graph_sizes(
-    config: VerifyConfig,
-    limits: EngineLimits,
-    links: Sequence[DraftLink],
-    simulate: bool,
-    device: torch.device,
-) -> "GraphSizes":
-    """Returns the sizes of captured graphs on a GPU."""
-    from verify_service.executor.captured.step import StepSizes  # needs triton
-    from verify_service.executor.ranks.graphs import GraphSizes
-
-    num_sequences, max_rows = limits.max_running_requests, limits.max_nodes + 1
-    return GraphSizes(
-        StepSizes(
-            max_batch=min(config.cuda_graph_max_bs or num_sequences, num_sequences),
-            max_rows=max_rows,
-            max_path=followed_levels([link.config for link in links] or [config]) + 1,
-            max_tokens=limits.context_length,
-            num_slots=num_sequences,
-            simulate=simulate,
-        ),
-        chunk_size(config, device) + num_sequences * max_rows,
-    )

@@ -19,7 +19,7 @@ from testing.engines import Job, running_engine
 from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, run, texts
 from testing.stack import eventually
-from verify_service import startup
+from verify_service import target_executor
 from verify_service.attach import links as draft_links
 from verify_service.connection.arena import Arena
 from verify_service.controller.messages import Plan
@@ -77,7 +77,7 @@ def test_rows_of_steps_that_run_ahead(target: Path, monkeypatch: pytest.MonkeyPa
     """While nothing is drafted, rows are taken before the next step writes over them, and told
     later.
     """
-    monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+    monkeypatch.setattr(target_executor, "EagerExecutor", EagerAhead)
     plan, calls = TreeSizes.plan, iter(range(1 << 30))
 
     def now_and_then(self: TreeSizes, sequences: Any, *args: Any, **options: Any) -> Plan:
@@ -105,7 +105,7 @@ def test_rows_of_prompts_behind_running_steps(
     layers: tuple[int, ...], target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few sequences run at a time, so that most prompts begin while others decode."""
-    monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+    monkeypatch.setattr(target_executor, "EagerExecutor", EagerAhead)
     plan, calls, behind = TreeSizes.plan, iter(range(1 << 30)), []
 
     def now_and_then(self: TreeSizes, sequences: Any, *args: Any, **options: Any) -> Plan:

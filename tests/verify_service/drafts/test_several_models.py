@@ -17,7 +17,7 @@ from testing.hidden_drafts import HiddenDrafter, engine_with
 from testing.hidden_work import FLAGS, WIDTH, jobs, texts
 from testing.late_drafts import LateDrafter, asks
 from testing.stack import eventually
-from verify_service import startup
+from verify_service import target_executor
 from verify_service.attach import links as draft_links
 from verify_service.controller.messages import Candidate, DraftHistory, Offer
 
@@ -81,7 +81,7 @@ def test_each_gets_what_is_its_own_under_pressure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if runs_ahead:
-        monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+        monkeypatch.setattr(target_executor, "EagerExecutor", EagerAhead)
     work = jobs(10, num_new=100, temperature=temperature)
     known = texts(target, work)
     for drafter in drafters:
@@ -108,7 +108,7 @@ def test_each_gets_its_own_layers(
     target: Path, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if runs_ahead:
-        monkeypatch.setattr(startup, "EagerExecutor", EagerAhead)
+        monkeypatch.setattr(target_executor, "EagerExecutor", EagerAhead)
     drafters = [
         HiddenDrafter(2 * WIDTH, (1, 2), weight_bytes=1, algorithm="EAGLE3"),
         HiddenDrafter(2 * WIDTH, (0, 1), weight_bytes=1, algorithm="PEAGLE"),
