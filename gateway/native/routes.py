@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from foredraft import __version__
 from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams, check_tokens
 from gateway.http import event_stream, naming, read, refuse, unless_disconnected
 from gateway.job_checks import MAX_BATCH, check_batch
 from gateway.jobs import Job
+from gateway.native import info
 from gateway.native.answers import Answer, Pace
 from gateway.native.schemas import (
     REFUSED,
@@ -93,75 +93,15 @@ def make_router(serving: Serving) -> APIRouter:
     @router.get("/model_info")
     async def model_info() -> dict[str, Any]:
         """The model: names, context length, vocabulary."""
-        info = serving.info
-        return {
-            "model_path": info.model_path,
-            "tokenizer_path": serving.config.tokenizer_path or info.model_path,
-            "is_generation": True,
-            "served_model_name": info.model,
-            "architecture": info.architecture,
-            "context_length": info.context_length,
-            "vocab_size": info.vocab_size,
-            "has_chat_template": serving.tokenizer.chat_template is not None,
-        }
+        return info.model_info(serving)
 
     @router.get("/get_server_info")
     @router.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """The server: version, device, KV pool, drafts."""
-        return _server_info(serving)
+        return info.server_info(serving)
 
     return router
-
-
-def _server_info(serving: Serving) -> dict[str, Any]:
-    info = serving.info
-    return {
-        "version": __version__,
-        "model_path": info.model_path,
-        "served_model_name": info.model,
-        "device": info.device,
-        "dtype": info.dtype,
-        "quantization": info.quantization,
-        "tp_size": info.tensor_parallel_size or 1,
-        "max_total_num_tokens": info.kv_tokens,
-        "page_size": info.page_size,
-        "context_length": info.context_length,
-        "max_running_requests": info.max_running_requests,
-        "speculative_algorithm": info.speculative_algorithm,
-        "speculative_draft_model_path": info.draft_model,
-        "speculative_num_steps": info.speculative_num_steps,
-        "speculative_eagle_topk": info.speculative_eagle_topk,
-        "speculative_num_draft_tokens": info.speculative_num_draft_tokens,
-        "checksum": info.checksum,
-        "drafts": [
-            {
-                "name": draft.name,
-                "model": draft.model,
-                "checksum": draft.checksum,
-                "quantization": draft.quantization,
-                "trained_for": draft.trained_for,
-                "note": draft.note,
-            }
-            for draft in info.drafts
-        ],
-        "exactness": {
-            "level": info.exactness.level,
-            "fingerprint": info.exactness.fingerprint,
-            "depends_on": dict(info.exactness.depends_on),
-        },
-        "verifiers": {
-            target: {
-                "waiting": load.waiting,
-                "running": load.running,
-                "free_pages": load.free_pages,
-                "total_pages": load.total_pages,
-                "draft_available": load.draft_available,
-                "drafting_since": load.drafting_since or None,
-            }
-            for target, load in serving.pool.loads.items()
-        },
-    }
 
 
 def _tokens(serving: Serving, ids: list[list[int]], *, is_single: bool) -> JSONResponse:
