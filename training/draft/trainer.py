@@ -25,7 +25,13 @@ from training.draft.heads import (
 )
 from training.draft.target import Target
 from training.draft.unroll import DraftInputs, draft_loss, unroll
-from training.draft.windows import cut, encode_stream, heldout_continuations, write_windows
+from training.draft.windows import (
+    WindowPlan,
+    cut,
+    encode_stream,
+    heldout_continuations,
+    write_windows,
+)
 from training.export import write_json
 from training.lm.model import LlamaShape
 from training.lm.optimizer import MuonAdamW, cosine_schedule
@@ -128,12 +134,14 @@ class DraftTrainer:
             self.target,
             stream,
             folder,
-            config.windows,
-            config.prompt,
-            config.window,
-            config.generate_batch,
-            config.temperatures,
-            config.seed,
+            WindowPlan(
+                count=config.windows,
+                prompt=config.prompt,
+                length=config.window,
+                batch=config.generate_batch,
+                temperatures=config.temperatures,
+                seed=config.seed,
+            ),
         )
         if config.free_windows:
             (folder / "free").mkdir(exist_ok=True)
@@ -141,12 +149,14 @@ class DraftTrainer:
                 self.target,
                 np.full(2, start[0] if start else 0, dtype=np.int32),
                 folder / "free",
-                config.free_windows,
-                1,
-                config.window,
-                config.generate_batch,
-                (1.0,),
-                config.seed,
+                WindowPlan(
+                    count=config.free_windows,
+                    prompt=1,
+                    length=config.window,
+                    batch=config.generate_batch,
+                    temperatures=(1.0,),
+                    seed=config.seed,
+                ),
             )
             windows = np.concatenate((windows, free))
         generator = np.random.default_rng(config.seed)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -42,17 +43,27 @@ def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Genera
     return stream[starts[:, None] + np.arange(length)]
 
 
-def write_windows(
-    target: Target,
-    stream: np.ndarray,
-    out: Path,
-    count: int,
-    prompt: int,
-    length: int,
-    batch: int,
-    temperatures: Sequence[float],
-    seed: int,
-) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """Which windows the target writes.
+
+    Attributes:
+        count: Number of windows.
+        prompt, length: Number of tokens of a prompt and of a whole window.
+        batch: Number of windows written at once.
+        temperatures: Sampling temperatures used in turn, one for a batch; 0 is greedy.
+        seed: Seed of prompts and sampling.
+    """
+
+    count: int
+    prompt: int
+    length: int
+    batch: int
+    temperatures: Sequence[float]
+    seed: int
+
+
+def write_windows(target: Target, stream: np.ndarray, out: Path, plan: WindowPlan) -> np.ndarray:
     """Has the target continue prompts from the stream; finished windows come from a file.
 
     The file is `<out>/generated.npy`.
@@ -62,11 +73,7 @@ def write_windows(
         stream: Text to take prompts from.
         out: Folder of the file, rewritten after every batch, so that a later run goes on from
             there.
-        count: Number of windows.
-        prompt, length: Number of tokens of a prompt and of a whole window.
-        batch: Number of windows written at once.
-        temperatures: Sampling temperatures used in turn, one for a batch; 0 is greedy.
-        seed: Seed of prompts and sampling.
+        plan: Which windows to write.
 
     Returns:
         int32 [count, length].
@@ -75,8 +82,44 @@ def write_windows(
         ConfigError: The file has another target's windows, or windows of other settings.
     """
     path, author = out / "generated.npy", out / "generated.json"
-    windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
     identity = target.identity()
+    windows = _written(path, author, identity, plan.length)
+    count, num_new = plan.count, plan.length - plan.prompt
+    if len(windows) >= count:
+        return windows[:count]
+    turns = -(-(count - len(windows)) // plan.batch)
+    with Progress(turns * num_new, 0, f"the target writes {count} windows") as progress:
+        while len(windows) < count:
+            turn = len(windows) // plan.batch
+            rows = min(plan.batch, count - len(windows))
+            generator = np.random.default_rng((plan.seed, turn))
+            prompts = torch.from_numpy(cut(stream, rows, plan.prompt, generator).astype(np.int64))
+            tokens = target.generate(
+                prompts.to(target.device),
+                num_new,
+                plan.temperatures[turn % len(plan.temperatures)],
+                plan.seed * 1_000_003 + turn,
+                lambda: progress.advance(1),
+            )
+            windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
+            save_array(path, windows)
+            write_json(author, identity)
+    return windows[:count]
+
+
+def _written(path: Path, author: Path, identity: dict[str, str], length: int) -> np.ndarray:
+    """Returns the windows that an earlier run has written, int32 [n, length].
+
+    Args:
+        path: File of the windows.
+        author: File with the identity of the target that wrote them.
+        identity: Identity of the target that is to write more.
+        length: Number of tokens of a window.
+
+    Raises:
+        ConfigError: See `write_windows`.
+    """
+    windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
     if author.is_file() and json.loads(author.read_text()) != identity:
         raise ConfigError(
             f"another model wrote {path}; delete it and {author.name}, or set --generated to"
@@ -86,27 +129,7 @@ def write_windows(
         raise ConfigError(
             f"{path} holds windows of {windows.shape[1]} tokens; delete it or set --window"
         )
-    if len(windows) >= count:
-        return windows[:count]
-    turns = -(-(count - len(windows)) // batch)
-    with Progress(turns * (length - prompt), 0, f"the target writes {count} windows") as progress:
-        while len(windows) < count:
-            turn = len(windows) // batch
-            rows = min(batch, count - len(windows))
-            generator = np.random.default_rng((seed, turn))
-            prompts = torch.from_numpy(cut(stream, rows, prompt, generator).astype(np.int64))
-            temperature = temperatures[turn % len(temperatures)]
-            tokens = target.generate(
-                prompts.to(target.device),
-                length - prompt,
-                temperature,
-                seed * 1_000_003 + turn,
-                lambda: progress.advance(1),
-            )
-            windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
-            save_array(path, windows)
-            write_json(author, identity)
-    return windows[:count]
+    return windows
 
 
 def heldout_continuations(
