@@ -112,7 +112,7 @@ class GraphDrafting:
 
     @property
     def can_continue(self) -> bool:
-        """Returns whether steps can stay on the GPU."""
+        """Whether steps can stay on the GPU."""
         return self._exchange is not None
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:

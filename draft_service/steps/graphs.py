@@ -50,7 +50,7 @@ class DraftGraphs:
 
     @property
     def is_free(self) -> bool:
-        """Returns whether another step can be filled in: the one before the last is complete."""
+        """Whether another step can be filled in: the one before the last is complete."""
         return self.step.uploads.is_free
 
     def records(self, num_sequences: int) -> npt.NDArray[np.void]:

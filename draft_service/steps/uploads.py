@@ -68,7 +68,7 @@ class Uploads:
 
     @property
     def is_free(self) -> bool:
-        """Returns whether another step can be filled in."""
+        """Whether another step can be filled in."""
         return self._blocks[(self._now + 1) % len(self._blocks)].is_done
 
     @property

@@ -49,12 +49,12 @@ class Drafts:
 
     @property
     def are_available(self) -> bool:
-        """Returns whether there are drafts and all of them are attached."""
+        """Whether there are drafts and all of them are attached."""
         return bool(self.each) and all(one.epoch for one in self.each)
 
     @property
     def are_stale(self) -> bool:
-        """Returns whether a draft has been attached or lost since `refresh`."""
+        """Whether a draft has been attached or lost since `refresh`."""
         return any(one.is_stale for one in self.each)
 
     def epoch_of(self, name: str) -> int:
@@ -119,7 +119,7 @@ class Drafts:
 
     @property
     def must_sync(self) -> bool:
-        """Returns whether a draft must be synced now, since its hidden states take much memory."""
+        """Whether a draft must be synced now, since its hidden states take much memory."""
         return any(one.must_sync for one in self.each)
 
     def gather(self, output: ForwardOutput, count: int, without: int | None = None) -> Gathered:

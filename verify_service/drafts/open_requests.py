@@ -129,17 +129,17 @@ class OpenRequests:
 
     @property
     def are_due(self) -> bool:
-        """Returns whether an answer that will be verified is missing."""
+        """Whether an answer that will be verified is missing."""
         return any(step.is_due for step in self._steps.values())
 
     @property
     def are_trying(self) -> bool:
-        """Returns whether an answer to a trial is missing."""
+        """Whether an answer to a trial is missing."""
         return any(step.is_trial for step in self._steps.values())
 
     @property
     def are_open(self) -> bool:
-        """Returns whether any answer is missing."""
+        """Whether any answer is missing."""
         return bool(self._steps)
 
     def read(self, response: draft_pb2.StepResponse) -> OwnTime | None:
