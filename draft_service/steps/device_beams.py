@@ -3,13 +3,12 @@ top-k and top-p.
 """
 
 import logging
-from collections.abc import Mapping
 
 import torch
 
 from draft_service.steps import beam_kernels
 from draft_service.steps.static_beams import StaticBeams
-from foredraft.kernel_launch import power_of_two
+from foredraft.kernel_launch import overlapped, power_of_two
 from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.tree_building import MIN_RIVALS, Ordering
 from foredraft.types import SamplingParams
@@ -34,7 +33,6 @@ class DeviceBeams:
         ordering: Order of children.
         rows: Sampling parameters for `coupled` where some sequences are sampled, with the position
             of the first drafted token.
-        launch: Options of the kernels' launches, see `kernel_launch`.
     """
 
     def __init__(
@@ -46,9 +44,8 @@ class DeviceBeams:
         ordering: Ordering,
         device: torch.device,
         rows: SamplingRows | None = None,
-        launch: Mapping[str, bool] | None = None,
     ) -> None:
-        self._launch = launch or {}
+        self._launch = overlapped(device)
         self._batch, self._topk, self._vocab = batch, topk, vocab
         self._keeps_first = ordering == "coupled"
         self._rows = rows
@@ -203,13 +200,7 @@ class DeviceBeams:
         )  # fmt: skip
 
 
-def works(
-    num_steps: int,
-    topk: int,
-    vocab: int,
-    device: torch.device,
-    launch: Mapping[str, bool] | None = None,
-) -> bool:
+def works(num_steps: int, topk: int, vocab: int, device: torch.device) -> bool:
     """Returns whether the kernels compile here and build a known tree; logs why not.
 
     They are compiled for each kind of GPU where they first run; without them torch builds the
@@ -220,7 +211,7 @@ def works(
     logits = (row * 7919 % vocab).float() * (40 / vocab)
     try:
         for rows in (None, SamplingRows.from_params([SamplingParams(seed=3)], [5], device)):
-            found = DeviceBeams(1, num_steps, topk, vocab, "coupled", device, rows, launch)
+            found = DeviceBeams(1, num_steps, topk, vocab, "coupled", device, rows)
             own = rows or SamplingRows.from_params([SamplingParams(temperature=0.0)], [5], device)
             expected = StaticBeams(1, num_steps, topk, nodes + 1, "coupled", own)
             for level in range(num_steps):

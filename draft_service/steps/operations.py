@@ -9,7 +9,6 @@ import torch
 from draft_service.steps import hand_on, plan, uploads
 from draft_service.steps.records import DraftShape
 from draft_service.steps.static_beams import StaticBeams
-from foredraft.kernel_launch import overlapped
 from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.tree_building import Ordering
 
@@ -47,9 +46,7 @@ class StepOperations:
         if device.type == "cuda":
             from draft_service.steps import device_beams  # needs triton
 
-            self._has_kernels = device_beams.works(
-                shape.num_steps, shape.topk, shape.vocab, device, overlapped(device)
-            )
+            self._has_kernels = device_beams.works(shape.num_steps, shape.topk, shape.vocab, device)
         self.apply_updates = uploads.apply_updates
         self.fill = plan.fill
         self.begin_block = plan.begin_block
@@ -82,7 +79,6 @@ class StepOperations:
                 self._ordering,
                 self._device,
                 rows if rows is not None and rows.any_sampled else None,
-                overlapped(self._device),
             )
         return StaticBeams(
             batch, shape.num_steps, shape.topk, shape.num_nodes + 1, self._ordering, rows

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draft_service.steps.static_beams import StaticBeams
-from foredraft.kernel_launch import overlapped
 from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.tree_building import Ordering
 from foredraft.types import SamplingParams
@@ -45,8 +44,7 @@ def test_the_same_trees(
     own = None
     if any(temperatures):
         own = SamplingRows.from_params(params, [5, 6, 7], DEVICE)
-    launch = overlapped(DEVICE)
-    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE, own, launch)
+    found = DeviceBeams(batch, steps, topk, vocab, ordering, DEVICE, own)
     on_device = None if token_map is None else token_map.to(DEVICE)
     for level in range(steps):
         width = topk if level else 1
@@ -99,8 +97,7 @@ def test_levels_that_do_not_depend_on_each_other(
     expected = StaticBeams(batch, steps, topk, num_nodes + 1, "coupled", given[0])
     expected.grow_all(logits, token_map)
     rows = given[1] if any(temperatures) else None
-    launch = overlapped(DEVICE)
-    found = DeviceBeams(batch, steps, topk, vocab, "coupled", DEVICE, rows, launch)
+    found = DeviceBeams(batch, steps, topk, vocab, "coupled", DEVICE, rows)
     found.grow_all(logits.to(DEVICE), None if token_map is None else token_map.to(DEVICE))
     results = torch.empty(batch, 2, num_nodes, dtype=torch.int32, device=DEVICE)
     found.write(results)
@@ -135,7 +132,7 @@ def test_logits_of_16_bits_are_read_as_they_are(dtype: torch.dtype) -> None:
     given[2][2, :4400] = float("nan")
     trees = []
     for kind in (dtype, torch.float32):
-        beams = DeviceBeams(batch, steps, topk, vocab, "topk", DEVICE, None, overlapped(DEVICE))
+        beams = DeviceBeams(batch, steps, topk, vocab, "topk", DEVICE)
         for logits in given:
             beams.grow(logits.to(kind).to(DEVICE), None)
         trees.append(torch.empty(batch, 2, 20, dtype=torch.int32, device=DEVICE))
