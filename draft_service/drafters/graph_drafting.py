@@ -5,7 +5,7 @@ stays on the GPU is only put into the stream.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,12 @@ import torch
 from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
+from draft_service.drafters.record_headers import RecordHeaders
+from draft_service.drafters.tree_answers import add_trees
 from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.records import record
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import Unavailable
-from foredraft.sampling.columns import SAMPLING
 from foredraft.transport.base import HiddenReader
 from foredraft.transport.device_exchange import DraftExchange
 
@@ -103,12 +104,7 @@ class GraphDrafting:
         # Sequences of the newest step that stayed on the GPU, and that step in parts.
         self._continued: Sequence[Continuation] = ()
         self._parts: list[_Part] = []
-        slots = graphs.shape.max_slots
-        # By slot: the sequence that has it, and its sampling parameters in the records' form.
-        self._owners: list[PagedSequence | None] = [None] * slots
-        self._sampling = np.zeros(slots, SAMPLING.block)
-        self._is_sampled = np.zeros(slots, dtype=bool)
-        self._is_ranked = np.zeros(slots, dtype=bool)
+        self._headers = RecordHeaders(graphs.shape.max_slots)
 
     @property
     def can_continue(self) -> bool:
@@ -167,12 +163,11 @@ class GraphDrafting:
                 wait(lambda: self.graphs.is_free, self._awaited)
         wanted = [i for i, extension in enumerate(extensions) if extension.limits is not None]
         if wanted:
-            graphs.draft(count, *self._modes(slots))
+            graphs.draft(count, *self._headers.modes(slots))
             graphs.download(count)
         self._finish()
         if wanted:
-            limits = [extensions[i].limits for i in wanted]
-            self._answer(wanted, slots, limits, count, response)
+            self._answer({i: extensions[i].limits for i in wanted}, slots, count, response)
 
     def _num_turns(self, sizes: Sequence[int]) -> int:
         """Returns the number of fixed-shape steps that extensions of these sizes take."""
@@ -197,11 +192,11 @@ class GraphDrafting:
                 torch.stack(roots) if roots else None,
                 torch.stack(features) if features else None,
             )
-            graphs.draft(len(part), *self._modes(slots))
+            graphs.draft(len(part), *self._headers.modes(slots))
             graphs.download(len(part))
             self._finish()
-            limits = [request.limits for request in part]
-            self._answer(range(len(part)), slots, limits, len(part), response)
+            limits = {i: request.limits for i, request in enumerate(part)}
+            self._answer(limits, slots, len(part), response)
 
     def proceed(self, step: int, continuations: Sequence[Continuation]) -> None:
         """Puts a step that stays on the GPU into the stream, behind the verifier's step.
@@ -233,14 +228,13 @@ class GraphDrafting:
         parts = []
         for first in range(0, len(continuations), self.graphs.max_batch):
             members = continuations[first : first + self.graphs.max_batch]
-            slots = self._slots([one.sequence for one in members])
             records = np.zeros(len(members), record(self.graphs.shape.num_rows))
-            self._fill_header(records, [one.sequence for one in members], slots)
+            slots = self._headers.fill(records, [one.sequence for one in members])
             records["start"] = [one.start for one in members]
             records["num_rows"] = -1
             records["row"] = [one.row for one in members]
             is_wanted = any(one.is_wanted for one in members)
-            parts.append(_Part(records, self._modes(slots), is_wanted))
+            parts.append(_Part(records, self._headers.modes(slots), is_wanted))
         return parts
 
     def settle(self) -> None:
@@ -264,102 +258,30 @@ class GraphDrafting:
         self.graphs.finish()
         wait(lambda: self.graphs.is_done, self._awaited)
 
-    def _fill(self, sequences: Sequence[PagedSequence]) -> tuple[npt.NDArray[np.void], np.ndarray]:
-        """Fills the records of sequences, but for their rows and tokens.
+    def _fill(
+        self, sequences: Sequence[PagedSequence]
+    ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
+        """Begins a step: fills in the records of its sequences, but for their rows and tokens.
 
         Returns the records and the sequences' slots.
         """
-        slots = self._slots(sequences)
         records = self.graphs.records(len(sequences))
-        self._fill_header(records, sequences, slots)
-        return records, slots
-
-    def _fill_header(
-        self,
-        records: npt.NDArray[np.void],
-        sequences: Sequence[PagedSequence],
-        slots: npt.NDArray[np.int64],
-    ) -> None:
-        records["slot"] = slots
-        records["valid_from"] = [sequence.valid_from for sequence in sequences]
-        records["sampling"] = self._sampling[slots]
-
-    def _slots(self, sequences: Sequence[PagedSequence]) -> np.ndarray:
-        """Returns the sequences' slots; stores the sampling parameters of new sequences."""
-        for sequence in sequences:
-            if self._owners[sequence.slot] is not sequence:
-                self._begin(sequence)
-        return np.array([sequence.slot for sequence in sequences])
-
-    def _modes(self, slots: np.ndarray) -> tuple[bool, bool]:
-        return bool(self._is_sampled[slots].any()), bool(self._is_ranked[slots].any())
-
-    def _begin(self, sequence: PagedSequence) -> None:
-        slot, sampling = sequence.slot, sequence.sampling
-        self._owners[slot] = sequence
-        self._sampling[slot] = SAMPLING.pack([sampling])[0]
-        self._is_sampled[slot] = sampling.is_sampled
-        self._is_ranked[slot] = sampling.is_ranked
+        return records, self._headers.fill(records, sequences)
 
     def _answer(
         self,
-        wanted: Sequence[int],
-        slots: np.ndarray,
-        limits: Sequence[tuple[int, int, int] | None],
+        wanted: Mapping[int, tuple[int, int, int] | None],
+        slots: npt.NDArray[np.int64],
         count: int,
         response: draft_pb2.StepResponse,
     ) -> None:
-        """Adds trees to the response.
-
-        Args:
-            wanted: Indices of the sequences in the batch that want a tree.
-            slots: Slots of the sequences in the batch.
-            limits: Limits of the wanted trees, (steps, topk, nodes).
-            count: Number of sequences in the batch.
-            response: Response that the trees are added to.
-        """
+        """Adds the trees of a finished step of `count` sequences; see `add_trees`."""
         shape = self.graphs.shape
         whole = (shape.num_steps, shape.topk, shape.num_nodes)
-        tokens, parents = self.graphs.trees(count)
-        all_tokens, all_parents = tokens.tolist(), parents.tolist()
-        sizes = np.count_nonzero(tokens >= 0, axis=1).tolist()
-        add, slot_of = response.proposals.add, slots.tolist()
-        for i, limit in zip(wanted, limits, strict=True):
-            size, own_tokens, own_parents = sizes[i], all_tokens[i], all_parents[i]
-            if limit != whole and limit is not None:
-                own_tokens, own_parents = cut(own_tokens[:size], own_parents, limit)
-            elif size < len(own_tokens):
-                own_tokens, own_parents = own_tokens[:size], own_parents[:size]
-            if own_tokens:
-                add(slot=slot_of[i], tokens=own_tokens, parents=own_parents)
+        add_trees(response, self.graphs.trees(count), slots, wanted, whole)
 
 
 def _copy(source: npt.NDArray[np.void], target: npt.NDArray[np.void]) -> None:
     """Copies records as bytes, which numpy does many times faster than column by column."""
     block = np.dtype((np.void, source.dtype.itemsize))
     target.view(block)[:] = source.view(block)
-
-
-def cut(
-    tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int]
-) -> tuple[list[int], list[int]]:
-    """Cuts a tree to its first nodes within limits.
-
-    Args:
-        tokens: Tokens of the nodes, best first.
-        parents: Parent of each node; -1 for the root.
-        limits: (steps, topk, nodes): maximum depth, children of a node, and number of nodes.
-
-    Returns:
-        Tokens and parents of the nodes that remain.
-    """
-    steps, topk, nodes = limits
-    depth, num_children, new_index = {-1: 0}, {-1: 0}, {-1: -1}
-    taken: list[int] = []
-    for node, parent in enumerate(parents[: len(tokens)]):
-        level = depth.get(parent, steps) + 1
-        if level <= steps and num_children[parent] < topk and len(taken) < nodes:
-            num_children[parent] += 1
-            depth[node], num_children[node], new_index[node] = level, 0, len(taken)
-            taken.append(node)
-    return [tokens[node] for node in taken], [new_index[parents[node]] for node in taken]

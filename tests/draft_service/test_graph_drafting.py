@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from draft_service.drafters.graph_drafting import GraphSettings, cut
+from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter
+from draft_service.drafters.tree_answers import cut
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
