@@ -11,7 +11,7 @@ from draft_service.models.block_draft import BlockDraft
 from draft_service.steps.draft_runner import DraftRunner
 from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
-from foredraft.runner.batch import SequenceRows
+from foredraft.runner.batch import SequenceRows, build_batch
 
 
 class BlockRunner(DraftRunner[BlockDraft]):
@@ -28,7 +28,7 @@ class BlockRunner(DraftRunner[BlockDraft]):
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
-        batch = self.batch(rows)
+        batch = build_batch(rows, self.kv)
         with few_variants(cut_keys=False), threads_for(len(features)):
             self.head.extend(features, batch.positions, batch.slots, self.kv)
 
@@ -45,7 +45,7 @@ class BlockRunner(DraftRunner[BlockDraft]):
         Raises:
             ValueError: See `extend`.
         """
-        ordered = None if causal is None else self.batch(causal)
-        batch = self.batch(rows)
+        ordered = None if causal is None else build_batch(causal, self.kv)
+        batch = build_batch(rows, self.kv)
         with few_variants(cut_keys=False), threads_for(len(batch.positions)):
             return self.head(batch, ordered, self.kv, self.attention)

@@ -1,16 +1,14 @@
 """Base of the runners of drafts that read the target's hidden states."""
 
-from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 import torch
 
 from draft_service.models.draft_head import DraftHead
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend
 from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.heap import keep_freed_memory
 
 Head = TypeVar("Head", bound=DraftHead)
@@ -37,12 +35,3 @@ class DraftRunner(Generic[Head]):
         """See `DraftHead.fuse`."""
         with few_variants(cut_keys=False), threads_for(len(rows)):
             return self.head.fuse(rows)
-
-    def batch(self, rows: Sequence[SequenceRows]) -> Batch:
-        """Returns a batch of the rows of at least one sequence.
-
-        Raises:
-            ValueError: Rows that contradict themselves or the cache.
-        """
-        num_slots = self.kv.data.shape[2]
-        return build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)

@@ -11,7 +11,7 @@ from draft_service.models.draft_head import HeadOutput, LevelHead
 from draft_service.steps.draft_runner import DraftRunner
 from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
-from foredraft.runner.batch import SequenceRows
+from foredraft.runner.batch import SequenceRows, build_batch
 
 
 class HeadRunner(DraftRunner[LevelHead]):
@@ -36,7 +36,7 @@ class HeadRunner(DraftRunner[LevelHead]):
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
-        batch = self.batch(rows)
+        batch = build_batch(rows, self.kv)
         # One layer is fast even over long contexts.
         with few_variants(cut_keys=False), threads_for(len(features)):
             return self.head.forward(batch, features, self.kv, self.attention, module, all_features)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
+from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.trees.draft_tree import DraftTree, depths
 
 
@@ -128,17 +129,18 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
     return mask
 
 
-def build_batch(
-    rows: Sequence[SequenceRows], page_size: int, num_slots: int, device: torch.device
-) -> Batch:
+def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
     """Concatenates the rows of sequences to one batch.
 
     Args:
-        num_slots: Number of slots of the cache.
+        rows: At least one sequence.
+        kv: Cache that the sequences' pages are in.
 
     Raises:
-        ValueError: A page table, mask or position list does not fit its rows.
+        ValueError: A page table, mask or position list does not fit its rows, or names a page
+            outside the cache.
     """
+    page_size, num_slots, device = kv.page_size, kv.data.shape[2], kv.data.device
     spans: list[SequenceSpan] = []
     tokens: list[int] = []
     positions, slots, wanted = [], [], []

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend
 from foredraft.cpu.threads import threads_for
 from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
@@ -62,7 +62,7 @@ class ModelRunner:
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
-        batch = self._batch(rows)
+        batch = build_batch(rows, self.kv)
         batch.embeddings = embeddings
         with few_variants(self._cut_keys), threads_for(len(batch.positions)):
             return self.model.forward(batch, self.kv, self.attention, capture)
@@ -78,7 +78,7 @@ class ModelRunner:
         """Returns a function that launches the kernels of `forward`, for their compilation; it
         copies nothing from the host.
         """
-        batch = self._batch(rows)
+        batch = build_batch(rows, self.kv)
         with few_variants(self._cut_keys):
             plan = self.model.plan(batch, self.kv, self.attention)
 
@@ -88,10 +88,6 @@ class ModelRunner:
                 self.model.forward(batch, self.kv, self.attention, capture, plan)
 
         return run
-
-    def _batch(self, rows: Sequence[SequenceRows]) -> Batch:
-        num_slots = self.kv.data.shape[2]
-        return build_batch(rows, self.kv.page_size, num_slots, self.kv.data.device)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -197,4 +197,4 @@ def test_tree_rows():
 )
 def test_rows_that_contradict_themselves(rows, message):
     with pytest.raises(ValueError, match=message):
-        build_batch([rows], PAGE_SIZE, 32, CPU)
+        build_batch([rows], PagedKV(1, 32 // PAGE_SIZE, PAGE_SIZE, 1, 2, torch.float32, CPU))

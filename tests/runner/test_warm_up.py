@@ -46,7 +46,7 @@ def attend(
     num_heads: int,
     cut_keys: bool,
 ) -> None:
-    batch = build_batch(rows, PAGE, kv.data.shape[2], META)
+    batch = build_batch(rows, kv)
     head_dim = kv.data.shape[-1]
     queries = torch.empty(batch.num_rows, num_heads, head_dim, dtype=torch.bfloat16, device=META)
     out = torch.empty(batch.num_rows, num_heads * head_dim, dtype=torch.bfloat16, device=META)
