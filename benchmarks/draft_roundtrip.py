@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.rpc.channel import wait_ready
+from testing.ready import wait_ready
 from verify_service.connection.client import DraftClient
 
 PERIOD = 50

@@ -15,9 +15,10 @@ from typing import Any
 import grpc
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
-from foredraft.rpc.channel import channel, wait_ready
+from foredraft.rpc.channel import channel
 from foredraft.rpc.protocol import DRAFT_PROTOCOL
 from testing.forked import ForkedModule
+from testing.ready import wait_ready
 
 ROOT = Path(__file__).parents[1]
 STREAM_SECONDS = 150  # maximum duration of a stream, even on a busy machine

@@ -1,18 +1,14 @@
-"""Channels to a service, for asyncio and for threads, and a wait until the service is healthy."""
-
-import time
+"""Channels to a service, for asyncio and for threads, and a question for its health."""
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from foredraft.errors import Unavailable
 from foredraft.rpc import address
 from foredraft.rpc.address import Address
 from foredraft.rpc.tls import Identity
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_SECONDS = 20
-_POLL_SECONDS = 0.05
 
 
 def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
@@ -105,24 +101,6 @@ class HealthProbe:
             self._channel = None
 
 
-def wait_ready(target: str | Address, timeout: float, *, service: str = "") -> None:
-    """Returns when the service says SERVING.
-
-    Raises:
-        Unavailable: It did not within `timeout` seconds.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        status = check_health(
-            target, service=service, timeout=_next_timeout(deadline - time.monotonic())
-        )
-        if status == "SERVING":
-            return
-        if time.monotonic() >= deadline:
-            raise Unavailable(f"{target} is {status} after {timeout:g} s")
-        time.sleep(_POLL_SECONDS)
-
-
 def _ask(connection: grpc.Channel, service: str, timeout: float) -> str:
     answer = health_pb2_grpc.HealthStub(connection).Check(
         health_pb2.HealthCheckRequest(service=service), timeout=timeout
@@ -150,10 +128,6 @@ def _client_options(where: Address, identity: Identity | None) -> list[tuple[str
     elif identity is not None and identity.name:
         chosen.append(("grpc.ssl_target_name_override", identity.name))
     return chosen
-
-
-def _next_timeout(remaining: float) -> float:
-    return min(2.0, max(0.05, remaining))
 
 
 def _health_of(error: grpc.RpcError) -> str:

@@ -20,7 +20,7 @@ SCRIPT = tools.ROOT / "testing" / "container_root.sh"
 # Runs inside: what docker-compose.yml starts, one request, and an orderly end.
 INSIDE = """
 import json, os, pathlib, subprocess, sys, time, urllib.request
-from foredraft.rpc.channel import wait_ready
+from testing.ready import wait_ready
 
 for folder in ("/", "/root", "/usr"):
     try:

@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from foredraft import errors
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.rpc.address import Address
-from foredraft.rpc.channel import aio_channel, channel, check_health, wait_ready
+from foredraft.rpc.channel import aio_channel, channel, check_health
 from foredraft.rpc.errors import from_rpc_error
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.telemetry.logging import request_id
+from testing.ready import wait_ready
 
 NAME = "foredraft.api.draft.v1.DraftService"
 
