@@ -20,7 +20,7 @@ from verify_service.drafts.proposals import (
 from verify_service.drafts.proxy import DraftProxy
 from verify_service.executor.base import DeviceOutcome
 from verify_service.scheduler.request import Sequence as RequestSequence
-from verify_service.scheduler.step_plan import PrefillChunk
+from verify_service.scheduler.step_plan import DecodeSlot, PrefillChunk
 
 
 class Drafts:
@@ -64,6 +64,12 @@ class Drafts:
     def proposer(self, sequence: RequestSequence) -> int:
         """Returns the number of the draft that a sequence's newest step asked, or would have."""
         return self._proposers.get(sequence.request_id, 0)
+
+    def proposers(self, slots: Sequence[DecodeSlot]) -> list[int]:
+        """Returns the `proposer` of each sequence of a step."""
+        if not self.are_several:
+            return [0] * len(slots)
+        return [self._proposers.get(slot.seq.request_id, 0) for slot in slots]
 
     def name_of(self, sequence: RequestSequence) -> str:
         """Returns the name of a sequence's `proposer`; empty where there is a single draft."""

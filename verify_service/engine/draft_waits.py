@@ -25,9 +25,9 @@ def wait_for_drafts(
         unread: Tokens that each draft had to read first, beyond what a step commits.
     """
     asked: dict[int, list[int]] = {}
-    for slot in slots:
+    for slot, number in zip(slots, drafts.proposers(slots), strict=True):
         if slot.max_tree_nodes:
-            asked.setdefault(drafts.proposer(slot.seq), []).append(slot.max_tree_nodes)
+            asked.setdefault(number, []).append(slot.max_tree_nodes)
     # Time of planning, which steps that follow on the device do not wait for.
     rest = max(seconds - max(proposals.waits.values(), default=0.0), 0.0)
     parts = []

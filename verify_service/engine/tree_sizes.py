@@ -116,7 +116,7 @@ class TreeSizes:
         trees = [one.tree for one in drafted]
         if not any(slot.max_tree_nodes for slot in slots):
             return trees
-        numbers = [self._drafts.proposer(slot.seq) for slot in slots]
+        numbers = self._drafts.proposers(slots)
         MIXED_STEPS.inc(len({n for n, tree in zip(numbers, trees, strict=True) if tree.tokens}) > 1)
         first = [self._each[number].capabilities.is_free for number in numbers]
         if not any(first):
