@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -20,6 +20,8 @@ from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
 _LARGEST_TILE = 128  # maximum rows times query heads of a KV head of a program
+# Sums of the parts of the keys, their maxima and totals; see `triton_kernels.attend`.
+_PartialSums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TritonAttention(AttentionBackend):
@@ -87,18 +89,20 @@ class TritonAttention(AttentionBackend):
         programs = plan.num_rows.shape[0] * row_blocks if blocks is None else blocks.shape[1]
         grid = (programs, num_kv_heads, splits)
         mask = plan.tail_mask
-        parts: Any = out  # not read where there is one part
-        best: Any = out
-        total: Any = out
+        sums: _PartialSums = (out, out, out)  # not read where there is one part
         if work is not None:
             grid = (num_kv_heads, work.items.shape[0], 1)
             lines = work.num_parts * num_kv_heads * tiles["BLOCK_M"]
-            parts = out.new_empty((lines, head_dim), dtype=torch.float32)
-            best, total = (out.new_empty(lines, dtype=torch.float32) for _ in range(2))
+            sums = (
+                out.new_empty((lines, head_dim), dtype=torch.float32),
+                out.new_empty(lines, dtype=torch.float32),
+                out.new_empty(lines, dtype=torch.float32),
+            )
         elif splits > 1:
             shape = (num_tokens, num_heads, splits)
-            parts = out.new_empty((*shape, head_dim), dtype=torch.float32)
-            best, total = out.new_empty((2, *shape), dtype=torch.float32)
+            both = out.new_empty((2, *shape), dtype=torch.float32)
+            sums = (out.new_empty((*shape, head_dim), dtype=torch.float32), both[0], both[1])
+        parts, best, total = sums
         k_scale, v_scale = kv.scales[layer]
         options = overlapped(keys.device)
         block_d = max(16, power_of_two(head_dim))
@@ -122,44 +126,48 @@ class TritonAttention(AttentionBackend):
             PRECISION="ieee" if queries.dtype == torch.float32 else "tf32",
             **tiles, **options,
         )  # fmt: skip
-        if work is not None:
-            if not work.joins:
-                self._combine_items(plan, work, out, parts, best, total, group, head_dim)
-        elif splits > 1:
-            # With few rows each program takes one head.
-            heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
-            chunk = splits
-            if VARIANTS.are_few:
-                heads, chunk = 1, MAX_SPLITS
-            triton_kernels.combine[(num_tokens, num_heads // heads)](
-                out, parts, best, total, splits,
-                HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=block_d,
-                CHUNK=chunk, WHOLE=chunk == splits and not VARIANTS.are_few,
-                num_warps=4 if chunk * heads > 4 else 2, **options,
-            )  # fmt: skip
+        if work is None:
+            if splits > 1:
+                _combine_splits(sums, out, head_dim)
+        elif not work.joins:
+            _combine_items(plan, work, sums, out, group)
 
-    @staticmethod
-    def _combine_items(
-        plan: TritonPlan,
-        work: WorkList,
-        out: torch.Tensor,
-        parts: torch.Tensor,
-        best: torch.Tensor,
-        total: torch.Tensor,
-        group: int,
-        head_dim: int,
-    ) -> None:
-        from foredraft.attention import triton_kernels
 
-        kv_heads, block_m = plan.kv.num_kv_heads, work.tiles["BLOCK_M"]
-        lines = min(block_m, plan.max_rows * group)
-        # With few rows each program takes one line.
-        each = math.gcd(lines, 4) if out.shape[0] >= 64 and work.chunk <= 8 else 1
-        triton_kernels.combine_items[(len(work.pairs), kv_heads, -(-lines // each))](
-            out, parts, best, total, work.items, work.pairs,
-            GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=max(16, power_of_two(head_dim)),
-            LINES=each, CHUNK=work.chunk, num_warps=4 if work.chunk * each > 8 else 2, **overlapped(out.device),
-        )  # fmt: skip
+def _combine_splits(sums: _PartialSums, out: torch.Tensor, head_dim: int) -> None:
+    """Adds up the parts of sequences that are all cut into the same number of them."""
+    from foredraft.attention import triton_kernels
+
+    parts, best, total = sums
+    num_tokens, num_heads, splits = best.shape
+    # With few rows each program takes one head.
+    heads = math.gcd(num_heads, 8) if num_tokens >= 64 and splits <= 4 else 1
+    chunk = splits
+    if VARIANTS.are_few:
+        heads, chunk = 1, MAX_SPLITS
+    triton_kernels.combine[(num_tokens, num_heads // heads)](
+        out, parts, best, total, splits,
+        HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_H=heads, BLOCK_D=max(16, power_of_two(head_dim)),
+        CHUNK=chunk, WHOLE=chunk == splits and not VARIANTS.are_few,
+        num_warps=4 if chunk * heads > 4 else 2, **overlapped(out.device),
+    )  # fmt: skip
+
+
+def _combine_items(
+    plan: TritonPlan, work: WorkList, sums: _PartialSums, out: torch.Tensor, group: int
+) -> None:
+    """Adds up the parts of a work list, for the sequences that have several."""
+    from foredraft.attention import triton_kernels
+
+    (parts, best, total), head_dim = sums, sums[0].shape[-1]
+    kv_heads, block_m = plan.kv.num_kv_heads, work.tiles["BLOCK_M"]
+    lines = min(block_m, plan.max_rows * group)
+    # With few rows each program takes one line.
+    each = math.gcd(lines, 4) if out.shape[0] >= 64 and work.chunk <= 8 else 1
+    triton_kernels.combine_items[(len(work.pairs), kv_heads, -(-lines // each))](
+        out, parts, best, total, work.items, work.pairs,
+        GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_D=max(16, power_of_two(head_dim)),
+        LINES=each, CHUNK=work.chunk, num_warps=4 if work.chunk * each > 8 else 2, **overlapped(out.device),
+    )  # fmt: skip
 
 
 def _plan_tiles(plan: TritonPlan, group: int, dtype: torch.dtype) -> dict[str, int]:
