@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import uvicorn
+from fastapi import FastAPI
 
 from foredraft.api.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from foredraft.config.options import parse
@@ -16,7 +17,7 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
 from foredraft.rpc import lifetime
 from foredraft.rpc.server import RpcServer, Strangers, serve
-from foredraft.rpc.tls import public_identity, service_identity
+from foredraft.rpc.tls import Identity, public_identity, service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway.app import make_app
@@ -79,35 +80,12 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
             num_grpc,
             num_files,
         )
-    grpc_host = f"[{config.host}]" if ":" in config.host else config.host
-    rpc = RpcServer(
-        f"{grpc_host}:{config.grpc_port}",
-        max_message_bytes=config.max_body_bytes,
-        identity=identity,
-        socket=config.grpc_socket,
-        strangers=Strangers(num_grpc, config.max_concurrent_requests, config.client_timeout),
-    )
+    rpc = _grpc_server(config, identity, num_grpc)
     rpc.add(add_InferenceServiceServicer_to_server, InferenceService(serving, gate), SERVICE_NAME)
     await rpc.start()
-    http_config = uvicorn.Config(
-        DirectSend(make_app(serving, gate, figures)),
-        http=BoundedHttpProtocol,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=1,
-        lifespan="off",
-    )
-    http_config.load()
-    follow = [gate.reload]
-    if identity is not None:
-        tls = HttpContext(identity)
-        http_config.ssl = tls.context
-        follow.append(tls.reload)
-    of_one = max(1, config.max_connections_per_address * num_http // config.max_connections)
-    connections = Connections(num_http, of_one)
-    http = HttpServer(http_config, connections, config.client_timeout)
+    tls = None if identity is None else HttpContext(identity)
+    http = _http_server(config, make_app(serving, gate, figures), tls, num_http)
+    follow = [gate.reload] if tls is None else [gate.reload, tls.reload]
     http_task = asyncio.create_task(http.serve([listener]))
     stop = lifetime.stop_event()
     health_task = asyncio.create_task(_follow_health(serving, rpc, stop))
@@ -128,6 +106,39 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
     await serving.close()
     await pool.close()
     return 1 if health_task.done() and not health_task.cancelled() else 0
+
+
+def _grpc_server(config: GatewayConfig, identity: Identity | None, most: int) -> RpcServer:
+    """Returns the public gRPC server, for at most `most` connections."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return RpcServer(
+        f"{host}:{config.grpc_port}",
+        max_message_bytes=config.max_body_bytes,
+        identity=identity,
+        socket=config.grpc_socket,
+        strangers=Strangers(most, config.max_concurrent_requests, config.client_timeout),
+    )
+
+
+def _http_server(
+    config: GatewayConfig, app: FastAPI, tls: HttpContext | None, most: int
+) -> HttpServer:
+    """Returns the HTTP server of an app, for at most `most` connections."""
+    http_config = uvicorn.Config(
+        DirectSend(app),
+        http=BoundedHttpProtocol,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+        lifespan="off",
+    )
+    http_config.load()
+    if tls is not None:
+        http_config.ssl = tls.context
+    of_one = max(1, config.max_connections_per_address * most // config.max_connections)
+    return HttpServer(http_config, Connections(most, of_one), config.client_timeout)
 
 
 async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
