@@ -157,7 +157,7 @@ def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse
 @torch.inference_mode()
 def replay(proposer, size: int, sampled: bool) -> float:  # type: ignore[no-untyped-def]
     """Returns the seconds of the step's graphs, replayed one after another."""
-    graphs = proposer._fast.graphs
+    graphs = proposer._fixed_steps.graphs
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
     graphs.extend(size)

@@ -43,7 +43,7 @@ class BlockProposer(PagedProposer):
         super().close()
         del self._runner, self._draft_model
 
-    def _make_fast(self) -> GraphDrafting | None:
+    def _make_fixed_steps(self) -> GraphDrafting | None:
         settings, reader = self._settings, self.hidden
         if settings is None or reader is None:
             return None

@@ -62,7 +62,7 @@ class HeadProposer(BeamProposer):
         super().close()
         del self._head_runner
 
-    def _make_fast(self) -> GraphDrafting | None:
+    def _make_fixed_steps(self) -> GraphDrafting | None:
         settings, reader = self._settings, self.hidden
         if settings is None or reader is None:
             return None

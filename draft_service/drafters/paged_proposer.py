@@ -64,7 +64,8 @@ class PagedProposer(Proposer):
         self._config, self._shift = config, shift
         self._attach, self._limits, self._device = attach, limits, device
         self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
-        self._fast: GraphDrafting | None = None
+        # Runs steps of fixed shape; None where a draft has none, and on a CPU.
+        self._fixed_steps: GraphDrafting | None = None
         self._sequences = PagedSequences(attach, limits, shift)
         self._few_rows_took = math.inf  # seconds of the newest step that read few tokens
         self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
@@ -73,7 +74,7 @@ class PagedProposer(Proposer):
     def prepare(self) -> None:
         """Captures the graphs of steps, and compiles the kernels of long extensions."""
         try:
-            self._fast = self._make_fast()
+            self._fixed_steps = self._make_fixed_steps()
             if self._device.type == "cuda":
                 self._warm_up()
         except torch.OutOfMemoryError as error:
@@ -81,45 +82,45 @@ class PagedProposer(Proposer):
                 "max_batch",
                 f"no memory for the draft's steps; lower --cuda-graph-max-bs: {error}",
             ) from error
-        if self._fast is not None:
-            self._sequences.on_pages = self._fast.graphs.set_pages
+        if self._fixed_steps is not None:
+            self._sequences.on_pages = self._fixed_steps.graphs.set_pages
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """Returns whether two thread switches would take much of the step's time, and others need
         not wait long for it.
         """
-        if self._fast is not None:
-            return self._fast.is_brief(request)
+        if self._fixed_steps is not None:
+            return self._fixed_steps.is_brief(request)
         on_cpu = self._device.type == "cpu"
         return on_cpu and _has_few_rows(request) and self._few_rows_took < BRIEF_SECONDS
 
     @torch.inference_mode()
     def step(self, request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
         """Computes the KV of the committed tokens, then drafts."""
-        started, fast = time.perf_counter_ns(), self._fast
+        started, fixed = time.perf_counter_ns(), self._fixed_steps
         if request.sequences and request.sequences[0].HasField("device_row"):
-            if fast is None or not fast.can_continue:
+            if fixed is None or not fixed.can_continue:
                 raise InvalidRequest("device_row", "this attach has no exchange on a GPU")
-            fast.proceed(request.step, self._sequences.proceed(request))
+            fixed.proceed(request.step, self._sequences.proceed(request))
             return draft_pb2.StepResponse()
         extensions = self._sequences.apply(request)
-        if fast is not None and extensions:
-            fast.settle()
+        if fixed is not None and extensions:
+            fixed.settle()
         if self.hidden is not None and extensions:
             self.hidden.expect(request.step)
         response = draft_pb2.StepResponse()
         if self.override is not None:
             self.override.read(request)
             self.override.propose(extensions, response)
-        if fast is not None and fast.fits(extensions):
-            fast.step(extensions, response)
+        if fixed is not None and fixed.fits(extensions):
+            fixed.step(extensions, response)
             response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
             return response
         self._wait_for_rows()
         tree_requests = self._extend(extensions)
         extended = time.perf_counter_ns()
-        if fast is not None:
-            fast.draft(tree_requests, response)
+        if fixed is not None:
+            fixed.draft(tree_requests, response)
         else:
             for tree_request, tree in zip(tree_requests, self._draft(tree_requests), strict=True):
                 if tree.tokens:
@@ -138,13 +139,13 @@ class PagedProposer(Proposer):
         """Frees the graphs and the n-grams; the KV goes with the proposer."""
         if self.override is not None:
             self.override.close()
-        if self._fast is not None:
-            self._fast.close()
-            self._fast = None
+        if self._fixed_steps is not None:
+            self._fixed_steps.close()
+            self._fixed_steps = None
         if self.on_close is not None:
             self.on_close()
 
-    def _make_fast(self) -> GraphDrafting | None:
+    def _make_fixed_steps(self) -> GraphDrafting | None:
         """Creates the fixed-shape steps; None for a draft without them."""
         return None
 

@@ -167,7 +167,7 @@ class _StandaloneProposer(BeamProposer):
         super().close()
         del self._model_runner
 
-    def _make_fast(self) -> GraphDrafting | None:
+    def _make_fixed_steps(self) -> GraphDrafting | None:
         settings, runner = self._settings, self._model_runner
         if settings is None:
             return None

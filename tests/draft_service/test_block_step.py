@@ -68,8 +68,8 @@ def test_rows_of_a_block_are_made_with_the_batches(kind: str, target: Path, tmp_
     assert isinstance(proposer, BlockProposer | ParallelProposer)
     proposer.hidden = InlineReader(RowFormat.of(drafter.info().hidden))
     proposer.prepare()
-    assert proposer._fast is not None
-    rows = proposer._fast.graphs.step.batches_of(2).block_rows
+    assert proposer._fixed_steps is not None
+    rows = proposer._fixed_steps.graphs.step.batches_of(2).block_rows
     assert rows is not None
     assert rows.first_row.tolist() == [0, len(rows.tokens) // 2]
     proposer.close()

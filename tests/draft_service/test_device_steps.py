@@ -68,7 +68,7 @@ def proposer_of(made: Driver) -> PagedProposer:
 
 def graphs_of(made: Driver) -> DraftGraphs:
     """Its steps of fixed shape."""
-    fast = proposer_of(made)._fast
+    fast = proposer_of(made)._fixed_steps
     assert fast is not None
     return fast.graphs
 

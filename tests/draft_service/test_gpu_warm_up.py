@@ -66,8 +66,8 @@ def test_extensions_compile_nothing(name: str) -> None:
         for extensions in [*(make_extensions(*one) for one in told()), *random_ones]:
             started = time.perf_counter()
             requests = proposer._extend(extensions)
-            if proposer._fast is not None:
-                proposer._fast.draft(requests, draft_pb2.StepResponse())
+            if proposer._fixed_steps is not None:
+                proposer._fixed_steps.draft(requests, draft_pb2.StepResponse())
             elif isinstance(proposer, ModuleChainProposer):
                 proposer._draft(requests)
             torch.cuda.synchronize()

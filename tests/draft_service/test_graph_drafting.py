@@ -76,7 +76,7 @@ def test_more_sequences_than_a_batch_holds(drafters: dict[str, PagedDrafter], ta
         options = {"limits": limits_of(SHAPES["tree"]), "max_batch": 8}
         with attached(drafters["eagle3"], target, True, **options) as verifier:
             if max_batch == 2:
-                verifier.proposer._fast.graphs.max_batch = 2
+                verifier.proposer._fixed_steps.graphs.max_batch = 2
             found.append(trees_life(verifier, SHAPES["tree"], seed=3))
     assert found[0] == found[1]
 
