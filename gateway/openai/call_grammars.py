@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from foredraft.errors import InvalidRequest
+from foredraft.text.schema_numbers import kept_numbers
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import JSON_WHITESPACE, Grammar, GrammarKind
 from gateway.openai.harmony import MESSAGE
@@ -173,7 +174,11 @@ def _json(schema: dict[str, Any], field: str = "tools") -> str:
     if not isinstance(options, dict):
         raise InvalidRequest(field, "x-guidance in a schema is an object")
     bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
-    return f"%json {json.dumps({**schema, 'x-guidance': {**bound, **options}})}"
+    try:
+        kept = kept_numbers(schema)
+    except ValueError as error:
+        raise InvalidRequest(field, str(error)) from None
+    return f"%json {json.dumps({**kept, 'x-guidance': {**bound, **options}})}"
 
 
 def _literal(text: str) -> str:

@@ -4,6 +4,8 @@ import json
 import re
 from typing import Any
 
+from foredraft.text.schema_numbers import kept_numbers
+
 # What a pattern may have that a grammar's regex has not: look-around, word boundaries, and
 # references to a group.
 _UNSAYABLE = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
@@ -13,19 +15,24 @@ _ESCAPED_BACKSLASH = re.compile(r"\\\\")
 def relaxed(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema that a grammar can keep to, and allows at least what the given one does.
 
-    Keywords such as `uniqueItems`, formats that are not known and patterns that a grammar's regex
-    cannot match count for nothing in it; `oneOf` is `anyOf`. The schema's own x-guidance may say
-    otherwise.
+    Keywords such as `uniqueItems`, formats that are not known, patterns that a grammar's regex
+    cannot match and constants that it cannot keep exact count for nothing in it; `oneOf` is
+    `anyOf`. The schema's own x-guidance may say otherwise.
     """
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
         return schema  # the grammar says what is wrong with it
-    found: dict[str, Any] = json.loads(json.dumps(schema), object_hook=_without_pattern)
+    found: dict[str, Any] = json.loads(json.dumps(schema), object_hook=_without_unsayable)
     return found | {"x-guidance": {"lenient": True, "coerce_one_of": True, **options}}
 
 
-def _without_pattern(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_unsayable(schema: dict[str, Any]) -> dict[str, Any]:
     pattern = schema.get("pattern")
     if isinstance(pattern, str) and _UNSAYABLE.search(_ESCAPED_BACKSLASH.sub("", pattern)):
         del schema["pattern"]
+    constants = {key: schema[key] for key in ("const", "enum") if key in schema}
+    try:
+        kept_numbers(constants)
+    except ValueError:
+        return {key: value for key, value in schema.items() if key not in constants}
     return schema

@@ -23,6 +23,7 @@ UNSAYABLE: list[dict[str, Any]] = [
     {"type": "string", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.com$"},
     {"type": "string", "pattern": r"\bword\b"},
     {"type": "array", "items": {"$ref": "#/$defs/late"}},
+    {"type": "integer", "enum": [9007199254740993, 1234567890123456789]},
 ]  # fmt: skip
 
 

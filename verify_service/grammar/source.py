@@ -10,6 +10,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from foredraft.text.schema_numbers import kept_numbers
 from foredraft.types import JSON_WHITESPACE, GrammarKind
 
 TEXT = r"/(.|\n)*/"
@@ -47,7 +48,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         raise ValueError("x-guidance is an object")
     # llguidance would not look at whitespace_flexible beside a pattern.
     bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
-    return {**schema, "x-guidance": {**bound, **options}}
+    return {**kept_numbers(schema), "x-guidance": {**bound, **options}}
 
 
 def _structural_tag(given: Any) -> str:

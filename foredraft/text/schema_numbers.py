@@ -1,0 +1,82 @@
+"""Makes the large numbers of a JSON schema such that llguidance keeps to them.
+
+llguidance reads numbers as doubles and integers' bounds as 64 bits: a large constant would become
+its neighbour, and a bound beyond its range would be refused or moved outwards.
+"""
+
+import math
+from typing import Any
+
+EXACT = 2**53  # integers up to here are doubles
+FURTHEST = 2**63 - 1024  # the largest bound that is taken on both sides, a double
+_SCHEMAS_BY_NAME = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+)
+_NOT_SCHEMAS = frozenset(("default", "examples", "required", "x-guidance"))
+
+
+def kept_numbers(schema: Any) -> Any:
+    """Returns a schema whose bounds beyond 2**53 are doubles within it, and at most FURTHEST.
+
+    Such a bound moves inwards, so that what is valid by the result is valid by the schema.
+
+    Raises:
+        ValueError: A constant has an integer beyond 2**53.
+    """
+    if isinstance(schema, list):
+        return [kept_numbers(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            result[key] = {name: kept_numbers(part) for name, part in value.items()}
+        elif key in ("const", "enum"):
+            _check_constants(key, value)
+            result[key] = value
+        else:
+            result[key] = value if key in _NOT_SCHEMAS else kept_numbers(value)
+    _narrow(result, "minimum", 1)
+    _narrow(result, "maximum", -1)
+    return result
+
+
+def _check_constants(key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            _check_constants(key, part)
+    elif isinstance(value, int) and abs(value) > EXACT:
+        raise ValueError(
+            f"{key}: {value} is beyond 2**53, which no grammar keeps exact; use a string"
+        )
+
+
+def _narrow(schema: dict[str, Any], name: str, inwards: int) -> None:
+    """Replaces a schema's bounds of one side, if one is large; `inwards` is 1 for a minimum."""
+    exclusive = f"exclusive{name.capitalize()}"
+    bounds = []
+    for key, step in ((name, 0), (exclusive, inwards)):
+        value = schema.get(key, 0)
+        if _is_large(value):
+            bounds.append(_inner_double(int(value) + step, inwards))
+            del schema[key]
+    if bounds:
+        if name in schema:
+            bounds.append(schema[name])  # a small one beside a large exclusive one
+        schema[name] = max(bounds, key=lambda bound: bound * inwards)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, int | float) and EXACT <= abs(value) < math.inf
+
+
+def _inner_double(bound: int, inwards: int) -> int:
+    """Returns the nearest integer double that is not outside a bound."""
+    if bound * inwards <= -FURTHEST:
+        return -FURTHEST * inwards
+    near = float(bound)
+    if int(near) * inwards < bound * inwards:
+        near = math.nextafter(near, math.inf * inwards)
+    return int(near)
