@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft.errors import ForedraftError, InvalidRequest, Unavailable
 from foredraft.telemetry.logging import bind_request_id, new_request_id
 from foredraft.telemetry.tracing import bind_traceparent
-from gateway import envelopes, errors
+from gateway import envelopes, errors, metrics
 from gateway.errors import BodyTooLarge, SlowClient
 from gateway.validation import invalid_request, without_idle_fields
 
@@ -354,7 +354,7 @@ def naming_by(name: Callable[[str], str]) -> Iterator[None]:
 
 
 class RequestNames:
-    """ASGI middleware that gives every request an id, in logs and in the answer.
+    """ASGI middleware that counts answers and gives every request an id, in logs and answer.
 
     It is the client's x-request-id, or a new one.
     """
@@ -373,6 +373,7 @@ class RequestNames:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = name
+                metrics.http_answers.labels(str(message["status"])).inc()
             await send(message)
 
         with bind_request_id(name), bind_traceparent(headers.get("traceparent", "")):

@@ -7,6 +7,11 @@ requests = metrics.counter(
     "Continuations by how they ended: stop, length, abort, cancelled, or the kind of error.",
     ["outcome"],
 )
+http_answers = metrics.counter(
+    "foredraft_gateway_http_answers_total",
+    "Answers over HTTP by status, those to probes and for pages among them.",
+    ["status"],
+)
 encoding_kills = metrics.counter(
     "foredraft_gateway_encoding_kills_total",
     "Encoding processes ended because a prompt took too much of what is named, or failed.",

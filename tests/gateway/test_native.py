@@ -282,6 +282,27 @@ def test_metrics(http: httpx.Client) -> None:
     assert value("process_open_fds") > 0
 
 
+def test_answers_are_counted_by_status(http: httpx.Client) -> None:
+    def counts() -> dict[int, float]:
+        lines = http.get("/metrics").text
+        name = "foredraft_gateway_http_answers_total"
+        return {
+            status: metric(lines, f'{name}{{status="{status}"}}') for status in (200, 400, 404, 405)
+        }
+
+    before = counts()
+    generate(http, text="x", sampling_params={"max_new_tokens": 1})
+    with http.stream("POST", "/generate", json={"text": "x", "stream": True}) as events:
+        events.read()
+    for path, body in (("/generate", {}), ("/v1/completions", {"prompt": "x", "n": 0})):
+        assert http.post(path, json=body).status_code == 400
+    assert http.post("/v1/nothing", json={}).status_code == 404
+    assert http.post("/health", json={}).status_code == 405
+    after = counts()
+    found = {status: after[status] - before[status] for status in after}
+    assert found == {200: 3, 400: 2, 404: 1, 405: 1}  # one of them is that of /metrics itself
+
+
 def test_tokenize_a_conversation(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
