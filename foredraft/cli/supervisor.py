@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 20
 _HEALTH_SECONDS = 2.0
+# A check that takes longer than this says nothing of the child: the machine stood still.
+_LATE_SECONDS = 1.5 * _HEALTH_SECONDS
 _START_POLL_SECONDS = 0.2
 # A child that ran so long starts again without waiting.
 _STABLE_SECONDS = 60.0
@@ -332,6 +334,8 @@ class Supervisor:
                 status = probe.check(_HEALTH_SECONDS)
                 spent = time.monotonic() - started
                 if child.process is not process or process.poll() is not None:
+                    continue
+                if status == "UNREACHABLE" and spent > _LATE_SECONDS:
                     continue
                 self._note_health(child, status)
 

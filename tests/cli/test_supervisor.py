@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foredraft.cli import supervisor as supervisor_module
 from foredraft.cli.supervisor import Service, ServiceFailed, Supervisor, describe_exit
+from foredraft.rpc.channel import HealthProbe
 from foredraft.rpc.lifetime import PARENT_VARIABLE
 from testing.chaos.processes import is_alive
 from testing.stack import eventually
@@ -126,6 +129,34 @@ def test_a_child_that_hangs_is_replaced(make: Callable[..., Service]) -> None:
         assert not is_alive(old)
 
 
+def test_a_check_that_is_late_itself_kills_nothing(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_late = 0
+
+    class LateProbe(HealthProbe):
+        """Runs out of its deadline, and of CPU time, once the child is up."""
+
+        def check(self, timeout: float = 2.0) -> str:
+            nonlocal num_late
+            if super().check(timeout) != "SERVING":
+                return "UNREACHABLE"
+            num_late += 1
+            if num_late == 1:
+                return "SERVING"
+            time.sleep(2 * timeout)
+            return "UNREACHABLE"
+
+    monkeypatch.setattr(supervisor_module, "HealthProbe", LateProbe)
+    monkeypatch.setattr(supervisor_module, "_HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor_module, "_LATE_SECONDS", 0.3)
+    with Supervisor([make("front", hang_checks=2)]) as supervisor:
+        supervisor.wait_healthy(120)
+        pid = pid_of(supervisor, "front")
+        eventually(lambda: num_late > 5)
+        assert pid_of(supervisor, "front") == pid
+
+
 def test_a_child_that_ignores_sigterm_is_killed(make: Callable[..., Service]) -> None:
     supervisor = Supervisor([make("deaf", "--stubborn", stop_seconds=0.2)])
     supervisor.start()
@@ -163,6 +194,7 @@ def test_nothing_survives_a_killed_supervisor(make: Callable[..., Service], tmp_
     service = make("draft")
     script = f"""
 import threading
+from foredraft.cli import supervisor as supervisor_module
 from foredraft.cli.supervisor import Service, Supervisor
 supervisor = Supervisor([Service(name="draft", command={service.command!r}, health={service.health!r})])
 # The thread that starts a supervisor may end long before it.
