@@ -1,5 +1,8 @@
 """Turns a verifier's account of a continuation into its end, or into the error to raise."""
 
+import re
+from collections.abc import Sequence
+
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import ForedraftError, InvalidRequest, Overloaded, PromptTooLong
 from foredraft.types import FinishReason
@@ -38,7 +41,7 @@ def completion_of(
     )
 
 
-def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) -> None:
+def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection, job: Job) -> None:
     """Raises the error that a verifier reports, if it does; avoids a verifier that stops.
 
     Raises:
@@ -53,10 +56,20 @@ def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection) -> 
     error = finish.error
     if error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
         kind = PromptTooLong if error.field == "prompt" else InvalidRequest
-        raise kind(error.field, error.message)
+        is_grammar = error.field == "grammar"
+        told = _naming_function(error.message, job.functions) if is_grammar else error.message
+        raise kind(error.field, told)
     if error.code == verify_pb2.ERROR_CODE_OVERLOADED:
         raise Overloaded(error.message, error.retry_after_seconds)
     if error.code == verify_pb2.ERROR_CODE_UNAVAILABLE:
         connection.avoid()
         raise VerifierLost(error.message)
     raise ForedraftError(error.message)
+
+
+def _naming_function(message: str, functions: Sequence[str]) -> str:
+    """Returns a message on a grammar with the function's name in place of its part's number."""
+    part = re.match(r"(?:structures\.|rule (?:call|parameter)_)(\d+)(?:_\d+)?: ", message)
+    if part is not None and int(part[1]) < len(functions):
+        return f"the function {functions[int(part[1])]!r}: {message[part.end() :]}"
+    return f"the function {functions[0]!r}: {message}" if len(functions) == 1 else message

@@ -211,7 +211,7 @@ class Generator:
                         found = []
                     outputs = await ticket.take()
                     continue
-                raise_failure(finish, connection)
+                raise_failure(finish, connection, job)
                 if not job.sampling.max_new_tokens:
                     # The verifier chose one token all the same.
                     chunk = chunk_without_tokens(job, choice, finish.cached_tokens)

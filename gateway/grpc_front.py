@@ -140,6 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             speculation=read_speculation(request.speculation),
             priority=request.priority,
             timeout=timeout,
+            functions=() if use is None else use.names,
         )
 
     async def _prompt(

@@ -25,6 +25,7 @@ class Job:
         sampling: Sampling parameters, with the seed set.
         stop: Stop strings.
         num_choices: Number of independent continuations.
+        functions: Names of the functions that may be called, in the order of the grammar's parts.
         keep_stop: Whether the stop string or token stays in the text.
         timeout: Seconds after which the request ends with RequestTimeout.
         caller: The sender of the request: its limits apply, and its name decides which drafts its
@@ -48,6 +49,7 @@ class Job:
     caller: Caller = field(default_factory=current_caller)
     arrived: float = field(default_factory=time.monotonic)
     traceparent: str = field(default_factory=tracing.incoming)
+    functions: tuple[str, ...] = ()
 
     def seed_of(self, choice: int) -> int:
         """Returns the seed of one continuation."""

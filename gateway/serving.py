@@ -198,6 +198,7 @@ class Serving:
         speculation: SpeculationParams | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        functions: tuple[str, ...] = (),
     ) -> Job:
         """Creates a job; refuses all that the verifier would refuse, with the client's field names.
 
@@ -239,6 +240,7 @@ class Serving:
             speculation=speculation or SpeculationParams(),
             priority=priority,
             timeout=limit if timeout is None else min(timeout, limit),
+            functions=functions,
         )
 
     def _ready(self) -> tuple[Tokenizer, Generator, EncodingPool]:

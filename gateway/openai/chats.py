@@ -221,6 +221,8 @@ async def prepare(
     )
     if prompt.form.keeps_special_tokens:
         job = replace(job, skip_special_tokens=False)
+    if prompt.use is not None:
+        job = replace(job, functions=prompt.use.names)
     return Chat(job, prompt.use, prompt.form)
 
 

@@ -148,6 +148,11 @@ class ToolUse:
     is_single: bool
     is_named: bool
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions that may be called."""
+        return tuple(function.name for function in self.callable)
+
     def grammar(self, convention: Convention) -> Grammar:
         """Returns the grammar of text and calls, in the form of the convention.
 

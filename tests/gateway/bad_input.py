@@ -194,7 +194,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), 400, "tools.0.function.name", "tools.0.function.name: has 1 to 64 letters, digits, underscores and dashes"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
         Bad(CHAT, chat(tools=TOOLS, response_format={"type": "json_object"}), 400, "response_format", "response_format: does not go with tools that may be called"),
-        Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]), 400, "tools", "tools: failed to compile JSON schema: properties must be an object"),
+        Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]), 400, "tools", "tools: the function 'f': failed to compile JSON schema: properties must be an object"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto")), 400, "tool_choice", "tool_choice: allows no tool; none is the choice for that"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto", "g")), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
         Bad(CHAT, chat(tool_choice="required"), 400, "tool_choice", "tool_choice: needs tools"),

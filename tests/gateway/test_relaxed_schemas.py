@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from foredraft.cli.stack import LocalStack
 from gateway.openai.call_grammars import call_grammar
 from gateway.openai.relaxed_schemas import relaxed
 from gateway.openai.tools import Convention, Tool, tool_use
+from testing import stack as stacks
 from tests.gateway.test_call_grammars import Language
 
 KEPT: dict[str, Any] = {"n": {"type": "integer", "minimum": 0, "maximum": 9}}
@@ -54,6 +56,24 @@ def test_a_function_that_is_not_strict_is_taken(tool_url: str, value: dict[str, 
     refused = ask(tool_url, value, strict=True)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"].startswith("tools")
+    assert refused.json()["error"]["message"].startswith("tools: the function 'f': ")
+
+
+@pytest.mark.parametrize("convention", ["hermes", "qwen3_coder", "mistral"])
+def test_a_strict_function_of_several_is_named(
+    stack: LocalStack, tool_url: str, convention: str
+) -> None:
+    verifier = next(service.health for service in stack.services if service.name == "verify")
+    tools = [tool({"not": {}} if name == "g" else {}, strict=True, name=name) for name in "fgh"]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "max_tokens": 2}
+    with stacks.running_gateway(verifier, tool_call_parser=convention) as (url, _):
+        stacks.eventually(lambda: httpx.get(f"{url}/health").status_code == 200)
+        for choice in ("auto", "required"):
+            fields = {**body, "tool_choice": choice}
+            refused = httpx.post(f"{url}/v1/chat/completions", json=fields, timeout=60)
+            assert refused.status_code == 400, refused.text
+            message = refused.json()["error"]["message"]
+            assert message.startswith("tools: the function 'g': "), message
 
 
 @pytest.mark.parametrize("value", [{"type": "any"}, {"$ref": "#/$defs/none"}])

@@ -78,7 +78,12 @@ def _structural_tag(given: Any) -> str:
         trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None and not at_least_one:
             raise ValueError(f"structures.{i}: begin starts with none of the triggers")
-        body = f"%json {json.dumps(_schema(structure.get('schema', {})))} {_literal(end)}"
+        try:
+            schema = _schema(structure.get("schema", {}))
+        except ValueError as error:
+            where = f"structures.{i}: " if len(structures) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+        body = f"%json {json.dumps(schema)} {_literal(end)}"
         if at_least_one:
             rules.append(f"tag_{i}: {_literal(begin)} {body}")
         else:

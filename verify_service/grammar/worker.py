@@ -138,8 +138,9 @@ def _memory(column: int) -> int:
 
 
 def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
+    kind = GrammarKind(request["kind"])
     try:
-        grammar = to_llguidance(GrammarKind(request["kind"]), request["text"])
+        grammar = to_llguidance(kind, request["text"])
     except RecursionError:
         return {"error": "nests too deep"}
     except MemoryError:
@@ -151,19 +152,33 @@ def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[st
     if not matcher.is_error():
         _follow(matcher, vocabulary.vocab_size)
     if matcher.is_error():
-        return {"error": _message(matcher.get_error())}
+        return {"error": _message(matcher.get_error(), kind, r"\ntag_1: " in grammar)}
     return {"grammar": grammar, "bytes": _memory(1) - before}
 
 
-def _message(error: str) -> str:
+def _message(error: str, kind: GrammarKind, is_several: bool) -> str:
     """Returns an error without excerpts of the translated grammar, which the client has not
     seen.
+
+    The structure, of several, or the rule that is wrong is named.
     """
     if error.startswith("NoExtensionBias"):  # llguidance's debug form of an empty first mask
         return "no text matches it"
-    lines = re.sub(r"\A(at \d+\(\d+\): )+", "", error).splitlines()
+    place = re.match(r"(?:at (\d+)\(\d+\): )+", error)
+    lines = error[place.end() if place else 0 :].splitlines()
     shown = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), lines)
-    return " ".join(line.strip() for line in shown)[:300]
+    told = " ".join(line.strip() for line in shown)
+    told = told.replace(
+        "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+        'Use anyOf, or "x-guidance": {"coerce_one_of": true} in the schema',
+    )
+    if place:
+        rule = re.search(rf"^\s*{place[1]} \| (\w+):", error, re.M)
+        if rule and kind is GrammarKind.EBNF:
+            told = f"rule {rule[1]}: {told}"
+        elif rule and rule[1].startswith("tag_") and is_several:
+            told = f"structures.{rule[1][4:]}: {told}"
+    return told[:300]
 
 
 def _follow(matcher: llguidance.LLMatcher, vocab_size: int) -> None:

@@ -122,7 +122,25 @@ WRONG = [
     (GrammarKind.REGEX, "a(?=b)", "look"),
     (GrammarKind.EBNF, "root ::= (", "Expected"),
     (GrammarKind.EBNF, 'start: "a" undefined', "undefined"),
+    (GrammarKind.EBNF, 'start: call_1\ncall_1: %json {"not": {}}', "^grammar: rule call_1: .*not"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        '{"oneOf": [{"type": "integer"}, {"type": "number"}]}',
+        r'or "x-guidance": \{"coerce_one_of": true\}',
+    ),
+    (GrammarKind.JSON_SCHEMA, '{"const": 9007199254740993}', "9007199254740993"),
     (GrammarKind.STRUCTURAL_TAG, "{}", "structures"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "a"}, {"begin": "b", "schema": {"not": {}}}], "triggers": ["a",'
+        ' "b"]}',
+        r"^grammar: structures\.1: .*not",
+    ),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [{"begin": "a", "schema": {"not": {}}}], "triggers": ["a"]}',
+        r"^grammar: failed .*not",
+    ),
     (
         GrammarKind.STRUCTURAL_TAG,
         '{"structures": [{"begin": "<a>"}], "triggers": ["b"]}',
