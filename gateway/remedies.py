@@ -7,6 +7,8 @@ _CODE = "code in requests is not run"
 _BEST = "leave it out"
 _INSIDE = "put what is in it into the request itself"
 
+_IN_FUNCTION = 'put name, description and parameters into "function": {...}'
+
 OPENAI = {
     "stop_words": "give stop instead",
     "json": "give guided_json or response_format instead",
@@ -56,6 +58,14 @@ OPENAI = {
     "input_ids": "give prompt at /v1/completions instead, which takes token ids",
     "system": "give it as the first of messages, with role: system",
     "image_data": _TEXT_ALONE,
+    # Inside fields.
+    "response_format.schema": 'give "json_schema": {"name": ..., "schema": ...} instead',
+    "tools.name": _IN_FUNCTION,
+    "tools.description": _IN_FUNCTION,
+    "tools.parameters": _IN_FUNCTION,
+    "tools.input_schema": _IN_FUNCTION,
+    "tools.function.input_schema": "give parameters instead",
+    "tool_choice.name": 'give "function": {"name": ...} instead',
 }
 
 _FORMS = {

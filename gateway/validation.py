@@ -71,9 +71,15 @@ def invalid_request(
     value = from_json(body)
     same = [each for each in found if each["loc"][:1] == first["loc"][:1]]
     paths = {each["loc"]: _path(each["loc"], each["type"], value) for each in same}
-    if first["type"] not in _OF_NAMES:
+    named = [each for each in same if each["type"] in _OF_NAMES]
+    unknown = [each for each in named if each["type"] == "extra_forbidden"]
+    with_remedy = [each for each in unknown if _without_numbers(paths[each["loc"]]) in remedies]
+    if with_remedy:
+        first = with_remedy[0]
+    elif kinds := _kinds_of_others(same):
+        first = kinds[0]
+    elif first["type"] not in _OF_NAMES:
         # The branch of a union that the value resembles most goes deepest.
-        named = [each for each in same if each["type"] in _OF_NAMES]
         first = max(named, key=lambda each: len(paths[each["loc"]]), default=first)
     path = paths[first["loc"]]
     field = ".".join(path[:_MAX_DEPTH]) or "body"
@@ -86,6 +92,17 @@ def invalid_request(
     tails = [text.removeprefix(_WANTS) for text in wants if text.startswith(_WANTS)]
     message = _WANTS + " or ".join(dict.fromkeys(tails)) if tails else first["msg"]
     return InvalidRequest(field, message)
+
+
+def _kinds_of_others(errors: Sequence[Any]) -> list[Any]:
+    """Returns the errors of unknown types, if fields are wrong in objects of such types alone."""
+    kinds = [
+        each for each in errors if each["type"] == "literal_error" and each["loc"][-1] == "type"
+    ]
+    objects = [each["loc"][:-1] for each in kinds]
+    names = [each["loc"] for each in errors if each["type"] in _OF_NAMES]
+    covered = all(any(name[: len(where)] == where for where in objects) for name in names)
+    return kinds if covered else []
 
 
 def without_idle_fields(error: ValidationError, body: bytes) -> bytes | None:
@@ -148,16 +165,21 @@ def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:
 
 def _remedy(path: Sequence[str], model: type[BaseModel], remedies: Mapping[str, str]) -> str:
     """Returns what to send instead, as the end of a sentence; empty where unknown."""
-    names = [part for part in path if not part.isdigit()]
-    if found := remedies.get(".".join(names)):
+    if found := remedies.get(_without_numbers(path)):
         return f"; {found}"
+    names = [part for part in path if not part.isdigit()]
     known = _names(model)[len(names) > 1]
     name = names[-1] if names else ""
     meant = known.get(_bare(name))
     if meant is None:
         near = difflib.get_close_matches(name.lower(), known.values(), n=1, cutoff=0.8)
         meant = near[0] if near else None
-    return "" if meant is None else f"; did you mean {meant}?"
+    return "" if meant in (None, name) else f"; did you mean {meant}?"
+
+
+def _without_numbers(path: Sequence[str]) -> str:
+    """Returns a field's dotted name without the indices of lists."""
+    return ".".join(part for part in path if not part.isdigit())
 
 
 @functools.cache

@@ -211,9 +211,11 @@ class Message(Body):
         """Converts the message to the form that chat templates expect.
 
         Raises:
-            InvalidRequest: A part is no text; names the field below `where`.
+            InvalidRequest: Text is missing, or a part is none; names the field below `where`.
         """
         content = self.content
+        if content is None and self.role in ("system", "developer", "user"):
+            raise InvalidRequest(f"{where}.content", "Field required")
         if isinstance(content, list):
             parts = (part.words(f"{where}.content.{i}") for i, part in enumerate(content))
             content = "".join(parts)
