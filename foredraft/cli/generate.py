@@ -52,9 +52,8 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 for a failure, 2 for a wrong flag, 130 after Ctrl-C."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.prompt == "-":
-        arguments.prompt = sys.stdin.read()
     try:
+        _read_texts(arguments)
         if arguments.system and not arguments.chat:
             raise ConfigError("--system needs --chat")
         values = read_values(arguments)
@@ -149,6 +148,34 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _read_texts(arguments: argparse.Namespace) -> None:
+    """Reads standard input and the texts of the command line as UTF-8, whatever the locale says.
+
+    Raises:
+        ConfigError: One is something else.
+    """
+    try:
+        if arguments.prompt == "-":
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+            arguments.prompt = sys.stdin.read()
+        else:
+            arguments.prompt = _as_utf8(arguments.prompt)
+        if arguments.system:
+            arguments.system = _as_utf8(arguments.system)
+        if arguments.stop:
+            arguments.stop = [_as_utf8(text) for text in arguments.stop]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt and other texts must be UTF-8: {error}") from None
+
+
+def _as_utf8(text: str) -> str:
+    given = os.fsencode(text)
+    with contextlib.suppress(UnicodeDecodeError):
+        return given.decode()
+    # Text in the locale's own encoding, unless that left bytes over, as surrogates.
+    return given.decode() if any("\ud800" <= c <= "\udfff" for c in text) else text
+
+
 def _service_flags(arguments: argparse.Namespace) -> list[str]:
     """Returns flags of services that were given on the command line; unlike variables they were
     meant for this call.
@@ -175,6 +202,7 @@ def _services(values: Mapping[str, Any], console: Console) -> Iterator[str]:
 
 def _print_stream(url: str, arguments: argparse.Namespace, console: Console, api_key: str) -> None:
     """Prints the text to standard output and the closing line to standard error."""
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     output = Console(highlight=False, soft_wrap=True)
     started = time.monotonic()
     first = last = 0.0
@@ -209,7 +237,9 @@ def _print_token(output: Console, text: str, drafted: bool) -> None:
 def _closing_line(
     end: Mapping[str, Any], num_tokens: int, wait_seconds: float, stream_seconds: float
 ) -> str:
-    parts = [f"{num_tokens} tokens", f"the first after {wait_seconds:.2f} s"]
+    parts = [f"{num_tokens} tokens"]
+    if num_tokens:
+        parts.append(f"the first after {wait_seconds:.2f} s")
     if num_tokens > 1 and stream_seconds > 0:
         parts.append(f"then {(num_tokens - 1) / stream_seconds:.1f} tokens/s")
     speculation = end["speculation"]

@@ -225,6 +225,45 @@ def test_failures_are_one_line(server: str, arguments: list[str], said: str) -> 
     assert failed.stdout == ""
 
 
+def test_any_locale_takes_and_shows_utf8(server: str) -> None:
+    text = "ab 日本語 😀 ab"
+    plain = generate(f"--server={server}", "--max-tokens=8", "--seed=1", text)
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    for arguments, given in (([text], b""), (["-"], text.encode())):
+        shown = subprocess.run(
+            [*COMMAND, f"--server={server}", "--max-tokens=8", "--seed=1", *arguments],
+            cwd=ROOT,
+            env={**environment, "PYTHONIOENCODING": "ascii"},
+            input=given,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.replace(b"\r", b"\n") == plain.stdout.encode("ascii", "replace")
+
+
+def test_what_is_not_utf8_is_a_wrong_prompt(server: str) -> None:
+    for arguments, given in ((["-"], b"hi \xff"), ([b"hi \xff"], b"")):
+        wrong = subprocess.run(
+            [*COMMAND, f"--server={server}", *arguments],
+            cwd=ROOT,
+            input=given,
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        assert wrong.returncode == 2
+        assert b"must be UTF-8" in wrong.stderr
+
+
+def test_no_token_has_no_time(server: str) -> None:
+    shown = generate(f"--server={server}", "--max-tokens=0", "--seed=1", "x")
+    assert shown.returncode == 0
+    assert shown.stdout == "\n"
+    assert shown.stderr.startswith("0 tokens · accept length 0.00 · seed ")
+
+
 def test_services_that_cannot_start_show_why(model: Path, tmp_path: Path) -> None:
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[:1000])
