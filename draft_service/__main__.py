@@ -55,7 +55,7 @@ async def _serve(config: DraftConfig) -> int:
         gc.disable()  # imports, of torch above all, take a sixth longer with it
         try:
             service.open(await loop.run_in_executor(worker, create_drafter, config))
-        except ForedraftError:
+        except BaseException:
             await server.stop(0)
             raise
         gc.enable()

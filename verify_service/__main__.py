@@ -90,7 +90,7 @@ async def _serve(config: VerifyConfig) -> int:
     await server.start()
     try:
         target, engine, links = await starting
-    except ForedraftError:
+    except BaseException:
         await server.stop(0)
         raise
     loader.shutdown()

@@ -63,9 +63,7 @@ def kv_budget(
         limits: Limits of the target's steps.
     """
     if target.device.type == "cpu":
-        fraction = config.mem_fraction_static or CPU_FRACTION
-        num_local = config.tensor_parallel_size // config.nodes().count
-        return int(available_host_bytes() * fraction) // num_local
+        return int(host_bytes_per_rank(config) * (config.mem_fraction_static or CPU_FRACTION))
     free, total = torch.cuda.mem_get_info(target.device)
     if target.ranks is not None:
         target.ranks.board.write(messages.header(messages.Kind.MEMORY))
@@ -94,6 +92,11 @@ def kv_budget(
     logger.info("GPU memory in MiB: %s", budget)
     logger.info("workspace in MiB: %s", workspace)
     return budget.kv
+
+
+def host_bytes_per_rank(config: VerifyConfig) -> int:
+    """Returns the memory that is free on this host for each of its ranks."""
+    return available_host_bytes() // (config.tensor_parallel_size // config.nodes().count)
 
 
 def neighbours(

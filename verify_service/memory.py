@@ -12,8 +12,8 @@ from foredraft.parallel.group import Group
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
-# Parts of messages of other allocators than torch's: a GPU's memory is used up.
-RAN_OUT = ("out of memory", "ALLOC_FAILED")
+# Parts of messages of other allocators than torch's for GPUs: memory is used up.
+RAN_OUT = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def num_pages(
     budget_bytes: int,
     max_total_tokens: int | None,
     max_useful_tokens: int,
+    available_bytes: float = float("inf"),
 ) -> int:
     """Returns the number of pages of the KV pool.
 
@@ -65,14 +66,22 @@ def num_pages(
         max_total_tokens: Number of tokens that overrides the budget where given.
         max_useful_tokens: Number of tokens beyond which none could be used: running requests times
             context length.
+        available_bytes: Memory that pages must not exceed, however many tokens are asked for.
 
     Raises:
-        ConfigError: Not even one page fits; names the flags that help.
+        ConfigError: Not even one page fits, or more was asked for than fits; names the flags that
+            help.
     """
     if max_total_tokens is not None:
         pages = max_total_tokens // page_size
         if pages < 1:
             raise ConfigError(f"--max-total-tokens must be at least one page of {page_size} tokens")
+        if pages * bytes_per_page > available_bytes:
+            raise ConfigError(
+                f"no memory is left for the KV cache: --max-total-tokens {max_total_tokens} takes"
+                f" {pages * bytes_per_page / 2**20:.0f} MiB, and {available_bytes / 2**20:.0f} MiB"
+                " are free"
+            )
         return pages
     pages = min(budget_bytes // bytes_per_page, -(-max_useful_tokens // page_size))
     if pages < 1:
@@ -93,7 +102,7 @@ def least_free_bytes(device: torch.device, group: Group) -> int:
 
 @contextlib.contextmanager
 def explained(what: str, flags: str) -> Iterator[None]:
-    """Turns a GPU's out-of-memory error inside the block into one that names the remedy.
+    """Turns an out-of-memory error inside the block into one that names the remedy.
 
     Args:
         what: The part that needs the memory.
@@ -108,9 +117,7 @@ def explained(what: str, flags: str) -> Iterator[None]:
         if not _ran_out(error):
             raise
         reason = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"no memory is left on the GPU for {what}: lower {flags} ({reason})"
-        ) from error
+        raise ConfigError(f"no memory is left for {what}: lower {flags} ({reason})") from error
 
 
 def _ran_out(error: BaseException | None) -> bool:

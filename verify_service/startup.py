@@ -26,7 +26,7 @@ from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.runner import RankedRunner
 from verify_service.executor.ranks.workers import Ranks
 from verify_service.flag_notes import note_flags
-from verify_service.kv_budget import kv_budget, neighbours, step_limits
+from verify_service.kv_budget import host_bytes_per_rank, kv_budget, neighbours, step_limits
 from verify_service.kv_type import kv_scales, kv_type
 from verify_service.memory import explained, num_pages
 from verify_service.metrics import AnyMetrics
@@ -158,6 +158,7 @@ def _size_memory(
         budget_bytes=kv_budget(config, target, links, steps),
         max_total_tokens=config.max_total_tokens,
         max_useful_tokens=config.max_running_requests * (context_length + page_size),
+        available_bytes=host_bytes_per_rank(config) if on_cpu else float("inf"),
     )
     return EngineLimits(
         vocab_size=model_config.vocab_size,

@@ -60,12 +60,35 @@ def test_an_engine_that_failed_stops_the_service() -> None:
     assert watch(engine, "cuda", 60)
 
 
-def test_one_that_cannot_start_says_why_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (1, "cannot start: --max-total-tokens must be at least one page"),
+        (10**13, "cannot start: no memory is left for the KV cache: --max-total-tokens 1000000"),
+    ],
+)
+def test_one_that_cannot_start_says_why_and_nothing_else(
+    tmp_path: Path, tokens: int, said: str
+) -> None:
     target, socket = make_checkpoint(tmp_path / "target"), tmp_path / "verify.sock"
     flags = ["--model-path", str(target), "--listen", f"unix:{socket}", "--device", "cpu"]
-    command = [sys.executable, "-m", "verify_service", *flags, "--max-total-tokens", "1"]
+    command = [sys.executable, "-m", "verify_service", *flags, f"--max-total-tokens={tokens}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
-    said = result.stdout + result.stderr
-    assert "cannot start: --max-total-tokens must be at least one page" in said.splitlines()[-1]
+    assert said in (result.stdout + result.stderr).splitlines()[-1]
     assert not socket.exists()
+
+
+def test_one_that_fails_to_start_ends_with_the_error(tmp_path: Path) -> None:
+    target, socket = make_checkpoint(tmp_path / "target"), tmp_path / "verify.sock"
+    program = (
+        "import sys, verify_service.__main__ as main\n"
+        "def fail(*_): raise RuntimeError('a defect')\n"
+        "main._build = fail\n"
+        "sys.exit(main.main())"
+    )
+    flags = ["--model-path", str(target), "--listen", f"unix:{socket}", "--device", "cpu"]
+    command = [sys.executable, "-c", program, *flags]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert (result.stdout + result.stderr).splitlines()[-1] == "RuntimeError: a defect"

@@ -62,6 +62,23 @@ def test_less_than_a_page_of_tokens_is_refused():
         )
 
 
+def test_more_tokens_than_memory_are_refused():
+    def pages(tokens: int) -> int:
+        return num_pages(
+            page_size=16,
+            bytes_per_page=2**20,
+            budget_bytes=0,
+            max_total_tokens=tokens,
+            max_useful_tokens=1000,
+            available_bytes=3 * 2**20,
+        )
+
+    assert pages(48) == 3
+    message = "--max-total-tokens 64 takes 4 MiB, and 3 MiB are free"
+    with pytest.raises(ConfigError, match=message):
+        pages(64)
+
+
 def broken_off_capture() -> RuntimeError:
     """Returns torch's error where an error inside a capture makes its end fail."""
     error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -75,6 +92,7 @@ def broken_off_capture() -> RuntimeError:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the manual"),
         broken_off_capture(),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12 bytes"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     ],
 )
