@@ -194,5 +194,5 @@ def _check_ngram(config: SpeculationFlags) -> None:
             "--speculative-ngram-min-bfs-breadth must be in [1,"
             " --speculative-ngram-max-bfs-breadth]"
         )
-    if config.speculative_ngram_capacity < 1000:
-        raise ConfigError("--speculative-ngram-capacity must be at least 1000 nodes")
+    if not 1000 <= config.speculative_ngram_capacity < 2**31:
+        raise ConfigError("--speculative-ngram-capacity must be in [1000, 2147483647] nodes")

@@ -112,6 +112,7 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         ["--speculative-ngram-min-bfs-breadth", "--speculative-ngram-max-bfs-breadth"],
     ),
     ({"speculative_ngram_capacity": 10}, ["--speculative-ngram-capacity"]),
+    ({"speculative_ngram_capacity": 2**31}, ["--speculative-ngram-capacity"]),
     (
         {"speculative_algorithm": "EAGLE3"},
         ["--speculative-algorithm EAGLE3", "--speculative-draft-model-path"],
