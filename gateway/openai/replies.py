@@ -210,8 +210,12 @@ class CompletionReply(Reply):
         if self._echoes and is_first:
             echo = self._echoes[prompt]
             if isinstance(body, CompletionBody) and body.logprobs is not None:
-                said = echoed(self._prompts[prompt], 0, chunk.prompt_logprobs, self._tokenizer)
+                found = chunk.prompt_logprobs
+                said = list(echoed(self._prompts[prompt], 0, found, self._tokenizer))
                 tokens = [*said, *tokens]
+                # A prompt's text may begin with more: special tokens, or what was cut off.
+                shown = sum(len(token.text) for token in said)
+                self._offsets[index] = max(0, len(echo) - shown)
         return [
             {
                 "text": echo + chunk.text,

@@ -73,6 +73,31 @@ def test_echo_with_logprobs(
         assert TEXT[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "fields"), [(f"</s></s>{TEXT}", {}), (TEXT, {"truncate_prompt_tokens": 3})]
+)
+def test_offsets_are_those_of_the_echoed_text(
+    client: openai.OpenAI, prompt: str, fields: dict[str, Any], stream: bool
+) -> None:
+    bias = {str(token): 100 for token in range(70, 74)}  # letters
+    asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "logit_bias": bias}
+    answer = client.completions.create(
+        **asked, echo=True, logprobs=0, stream=stream, extra_body=fields
+    )
+    choices = [event.choices[0] for event in answer] if stream else [answer.choices[0]]
+    text = "".join(choice.text for choice in choices)
+    parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    tokens = [token for part in parts for token in part.tokens or []]
+    offsets = [offset for part in parts for offset in part.text_offset or []]
+    special = ("<s>", "</s>")
+    shown = [pair for pair in zip(tokens, offsets, strict=True) if pair[0] not in special]
+    assert text.startswith(prompt)
+    assert shown[-1][1] == len(text) - len(shown[-1][0])
+    for token, offset in shown:
+        assert text[offset:].startswith(token), (token, offset, text)
+
+
 def test_prompts_of_a_batch_have_each_its_own(client: openai.OpenAI, scores: Scores) -> None:
     prompts = [[65, 66, 67], [300], [70, 71, 72, 73, 74, 75]]
     answer = client.completions.create(
