@@ -6,6 +6,13 @@ from typing import Any
 from foredraft.errors import InvalidRequest
 from gateway.anthropic.schemas import Block, InnerBlock, InputMessage
 
+# Types of the blocks that are taken, by role.
+_TYPES = {
+    "assistant": ("text", "thinking", "tool_use"),
+    "user": ("text", "tool_result"),
+    "system": ("text",),
+}
+
 
 class Conversation:
     """Builds messages of chat completions.
@@ -37,32 +44,31 @@ class Conversation:
             if isinstance(content, str):
                 self._say(message.role, content)
                 continue
+            if not content and message.role == "user":
+                raise InvalidRequest(f"{where}.content", "has no blocks")
             for j, block in enumerate(content):
                 self._block(message.role, block, f"{where}.content.{j}")
         if self._open:
             raise InvalidRequest("messages", "the last tool_use needs a tool_result")
 
     def _block(self, role: str, block: Block, where: str) -> None:
+        if block.type not in _TYPES[role]:
+            *others, last = _TYPES[role]
+            known = f"{', '.join(others)} and {last}" if others else last
+            raise InvalidRequest(
+                f"{where}.type", f"only {known} are taken there, not {block.type[:40]!r}"
+            )
         block.refuse_others(where)
         if block.type == "text":
             if block.text is None:
                 raise InvalidRequest(f"{where}.text", "Field required")
             self._say(role, block.text)
-        elif block.type == "tool_use" and role == "assistant":
+        elif block.type == "tool_use":
             self._call(block, where)
-        elif block.type == "tool_result" and role == "user":
+        elif block.type == "tool_result":
             self._result(block, where)
-        elif block.type == "thinking" and role == "assistant":
-            self._turn(role)["reasoning_content"] = block.thinking or ""
         else:
-            known = {
-                "assistant": "text, thinking and tool_use",
-                "user": "text and tool_result",
-                "system": "text",
-            }
-            raise InvalidRequest(
-                f"{where}.type", f"only {known[role]} are taken there, not {block.type[:40]!r}"
-            )
+            self._turn(role)["reasoning_content"] = block.thinking or ""
 
     def _say(self, role: str, text: str) -> None:
         turn = self._turn(role)

@@ -61,7 +61,7 @@ class ToolParam(Loose):
     """A tool; the client's own are the only kind."""
 
     type: str | None = None
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     # Arguments come as they grow in any case.
@@ -79,6 +79,8 @@ class ToolParam(Loose):
             if (self.model_extra or {}).pop(name, None) not in (None, False, [], ["direct"]):
                 raise InvalidRequest(f"{where}.{name}", reason)
         self.refuse_others(where)
+        if self.name is None:
+            raise InvalidRequest(f"{where}.name", "Field required")
         if self.input_schema is None:
             raise InvalidRequest(f"{where}.input_schema", "Field required")
         function = Function(

@@ -252,8 +252,19 @@ USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]
     [
         ({"messages": []}, "messages: it has no messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: Input should be"),
-        (user({"type": "image", "source": {}}), "messages.0.content.0.source: is not a field"),
+        (user({"type": "text", "source": {}}), "messages.0.content.0.source: is not a field"),
         (user({"type": "document"}), "messages.0.content.0.type: only text and tool_result"),
+        (
+            user({"type": "image", "source": {"type": "url", "url": "x"}}),
+            "messages.0.content.0.type: only text and tool_result are taken there, not 'image'",
+        ),
+        (user(), "messages.0.content: has no blocks"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools.0.type: only the client's own tools are taken, not 'function'",
+        ),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools.0.function: is not a field"),
+        ({"tools": [{"description": "f"}]}, "tools.0.name: Field required"),
         (user({"type": "text"}), "messages.0.content.0.text: Field required"),
         (user(USE), "messages.0.content.0.type: only text and tool_result"),
         (user({"type": "tool_result", "tool_use_id": "t"}), "messages.0.content.0.tool_use_id: no"),
