@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import MAX_SIZE, Reader
 
 BlockAlgorithm = Literal["DFLASH", "DSPARK"]
 
@@ -206,14 +207,16 @@ class _Keys:
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
-        return default if value is None else bool(value)
+        return default if value is None else Reader({key: value}, self._where).flag(key, default)
 
     def count(self, key: str, default: int) -> int:
         value = self.get(key)
         if value is None:
             return default
-        if type(value) is not int or value < 0:
-            raise CheckpointError(f"{self._where}: {key} must be a whole number, not {value!r}")
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
+            raise CheckpointError(
+                f"{self._where}: {key} must be a whole number up to {MAX_SIZE}, not {value!r}"
+            )
         return value
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_ON_GPUS, GGUF_SCHEMES
 from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
-from foredraft.models.config_reader import Reader, read_json
+from foredraft.models.config_reader import MAX_LAYERS, Reader, read_json
 from foredraft.models.families import FAMILIES, Family
 from foredraft.models.layer_config import layer_types, ropes, window
 from foredraft.models.quantization_config import VOCABULARY, Quantization, read_quantization
@@ -241,7 +241,7 @@ def _parse(
     reader: Reader, architecture: str, family: Family, generation: Mapping[str, Any]
 ) -> ModelConfig:
     raw = reader.raw
-    num_layers = reader.size("num_hidden_layers")
+    num_layers = reader.size("num_hidden_layers", most=MAX_LAYERS)
     num_heads = reader.size("num_attention_heads")
     hidden_size = reader.size("hidden_size")
     num_kv_heads = reader.size("num_key_value_heads", num_heads)
@@ -262,11 +262,16 @@ def _parse(
         raise reader.fail("layer_types names sliding_attention but sliding_window is not set")
     activation = raw.get("hidden_activation" if family.gemma else "hidden_act")
     activation = activation or family.activation
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise reader.fail(f"activation {activation!r} is not supported")
-    scale = reader.number("query_pre_attn_scalar", 256) if family.gemma else head_dim
+    scale = reader.positive("query_pre_attn_scalar", 256) if family.gemma else head_dim
     bias = reader.flag("attention_bias", family.attention_bias)
     rotary = ropes(reader, family, types, max_positions)
+    if head_dim == 2 and any(rope.kind == "dynamic" for rope in rotary):
+        raise reader.fail("rope type dynamic needs a head_dim above 2")
+    epsilon = reader.number("rms_norm_eps", 1e-6)
+    if epsilon < 0:
+        raise reader.fail(f"rms_norm_eps must not be negative, not {epsilon:g}")
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return ModelConfig(
         architecture=architecture,
@@ -278,7 +283,7 @@ def _parse(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max(max_positions, *(rope.max_positions for rope in rotary)),
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=epsilon,
         activation=ACTIVATIONS[activation],
         windows=tuple(width if kind == "sliding_attention" else None for kind in types),
         ropes=rotary,
@@ -319,10 +324,7 @@ def _architecture(reader: Reader) -> str:
 def _softcap(reader: Reader, family: Family) -> float | None:
     if not family.gemma or reader.raw.get("final_logit_softcapping") is None:
         return None
-    cap = reader.number("final_logit_softcapping", 0.0)
-    if cap <= 0:
-        raise reader.fail(f"final_logit_softcapping must be above 0 or null, not {cap}")
-    return cap
+    return reader.positive("final_logit_softcapping", 0.0)
 
 
 def _token_ids(reader: Reader) -> tuple[int, ...]:

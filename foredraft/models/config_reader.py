@@ -8,6 +8,9 @@ from typing import Any
 
 from foredraft.errors import CheckpointError
 
+MAX_SIZE = 2**31 - 1  # sizes and positions travel in 32 bits
+MAX_LAYERS = 4096  # far above any model's
+
 
 class Reader:
     """Reads a JSON object; missing keys and wrong types are errors that name the file and the
@@ -22,7 +25,7 @@ class Reader:
         """Returns the error to raise."""
         return CheckpointError(f"{self.where}: {message}")
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """Returns a positive integer."""
         value = self.raw.get(key)
         if value is None:
@@ -31,6 +34,8 @@ class Reader:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.fail(f"{key} must be a positive integer, not {value!r}")
+        if value > most:
+            raise self.fail(f"{key} must be at most {most}, not {value}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -43,10 +48,21 @@ class Reader:
             raise self.fail(f"{key} must be a number, not {value!r}")
         return float(value)
 
+    def positive(self, key: str, default: float) -> float:
+        """Returns a number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self.fail(f"{key} must be above 0, not {value:g}")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
-        """Returns a truth value."""
+        """Returns a truth value, which some files write as 0 or 1."""
         value = self.raw.get(key)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if value not in (True, False):
+            raise self.fail(f"{key} must be true or false, not {value!r}")
+        return bool(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """Returns an object; empty where there is none."""

@@ -21,7 +21,7 @@ from foredraft.models.block_config import (
 )
 from foredraft.models.config import ModelConfig, with_modelopts_file
 from foredraft.models.config_keys import REFUSED_KINDS
-from foredraft.models.config_reader import read_json
+from foredraft.models.config_reader import MAX_LAYERS, Reader, read_json
 from foredraft.models.head_kinds import (
     BLOCK_KINDS,
     EAGLE3_KINDS,
@@ -137,8 +137,8 @@ class HeadConfig:
         return cls(
             algorithm=found,
             layer=layer,
-            target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
-            draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
+            target_hidden_size=Reader(raw, where).size("target_hidden_size", layer.hidden_size),
+            draft_vocab_size=Reader(raw, where).size("draft_vocab_size", 0) or None,
             fc_bias=options.flag("bias", None),
             qkv_bias=qkv_bias,
             num_streams=num_streams,
@@ -171,8 +171,8 @@ class HeadConfig:
         return cls(
             algorithm=found,
             layer=layer,
-            target_hidden_size=_count(raw, "target_hidden_size", layer.hidden_size, where),
-            draft_vocab_size=_count(raw, "draft_vocab_size", 0, where) or None,
+            target_hidden_size=Reader(raw, where).size("target_hidden_size", layer.hidden_size),
+            draft_vocab_size=Reader(raw, where).size("draft_vocab_size", 0) or None,
             num_streams=len(streams) if streams else 0,
             streams=streams,
             block=block,
@@ -280,10 +280,10 @@ def _layers(
     where: str,
 ) -> tuple[ModelConfig, bool | None]:
     """Returns the sizes of a head's decoder layers, and `HeadConfig.qkv_bias`."""
-    inner = dict(raw.get("transformer_layer_config") or raw)
+    inner = dict(Reader(raw, where).mapping("transformer_layer_config") or raw)
     inner["architectures"] = [architecture]
     if found in BLOCK_KINDS:
-        _settle_block_layers(inner, raw)
+        _settle_block_layers(inner, raw, where)
     # Keys of the target, left in a config.json that began as a copy of the target's.
     for key in ("num_nextn_predict_layers", *REFUSED_KINDS):
         inner.pop(key, None)
@@ -292,10 +292,13 @@ def _layers(
         inner[key] = raw.get(key) or inner.get(key)
         if _are_plain(tensors, found):
             del inner[key]
-    if set(inner.get("layer_types") or ()) == {"full_attention"}:
+    types = inner.get("layer_types")
+    if isinstance(types, list) and types and all(kind == "full_attention" for kind in types):
         del inner["layer_types"]
     if found == "MTP":
-        inner["num_hidden_layers"] = _count(raw, "num_nextn_predict_layers", 1, where)
+        inner["num_hidden_layers"] = Reader(raw, where).size(
+            "num_nextn_predict_layers", 1, MAX_LAYERS
+        )
         # A target's own entry: its layers' kinds say nothing about the modules.
         inner.pop("layer_types", None)
     layer = ModelConfig.from_dict(inner, where=where, is_whole_model=False)
@@ -325,7 +328,7 @@ class _Options:
         nested = raw.get("eagle_config") or {}
         if not isinstance(nested, Mapping):
             raise CheckpointError(f"{where}: eagle_config is not an object")
-        self._raw, self._nested = raw, nested
+        self._raw, self._nested, self._where = raw, nested, where
 
     def get(self, key: str) -> Any:
         value = self._nested.get(key)
@@ -333,7 +336,7 @@ class _Options:
 
     def flag(self, key: str, default: bool | None) -> bool | None:
         value = self.get(key)
-        return default if value is None else bool(value)
+        return default if value is None else Reader({key: value}, self._where).flag(key, False)
 
 
 def _streams(
@@ -352,34 +355,27 @@ def _streams(
         # speculators names the layer that a stream enters, all others the layer that it leaves.
         shift = 0 if raw.get("speculators_model_type") else 1
         streams = tuple(layer + shift for layer in ids)
-    given = options.get("num_aux_hidden_states")
     count = len(streams) if streams is not None else 3
-    return streams, count if given is None else _count({"n": given}, "n", 0, where)
+    key = "num_aux_hidden_states"
+    return streams, Reader({key: options.get(key)}, where).size(key, count)
 
 
-def _count(raw: Mapping[str, Any], key: str, default: int, where: str) -> int:
-    value = raw.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{where}: {key} must be a positive integer, not {value!r}")
-    return value
-
-
-def _settle_block_layers(inner: dict[str, Any], raw: Mapping[str, Any]) -> None:
+def _settle_block_layers(inner: dict[str, Any], raw: Mapping[str, Any], where: str) -> None:
     """Converts the keys of a block drafter's layers, Qwen3's whatever their target, to the form
     that is read.
     """
+    reader = Reader(inner, where)
     if inner.get("model_type") not in (None, "qwen3") and not inner.get("head_dim"):
-        inner["head_dim"] = inner["hidden_size"] // inner["num_attention_heads"]
+        inner["head_dim"] = reader.size("hidden_size") // reader.size("num_attention_heads")
     nested = raw.get("dflash_config") or {}
-    types = list(inner.get("layer_types") or ())
+    num_layers = reader.size("num_hidden_layers", most=MAX_LAYERS)
+    types = inner.get("layer_types")
     if nested.get("use_swa"):
         inner["sliding_window"] = nested.get("swa_window_size")
-        types = types or ["sliding_attention"] * inner["num_hidden_layers"]
+        types = types or ["sliding_attention"] * num_layers
     # Without a list all layers are full, whatever else was copied from the target's config.json.
-    inner["layer_types"] = types or ["full_attention"] * inner["num_hidden_layers"]
-    inner["use_sliding_window"] = "sliding_attention" in types
+    inner["layer_types"] = types or ["full_attention"] * num_layers
+    inner["use_sliding_window"] = isinstance(types, list) and "sliding_attention" in types
 
 
 def _mask_token(options: _Options, layer: ModelConfig, where: str) -> int:
@@ -400,4 +396,4 @@ def _num_parallel(raw: Mapping[str, Any], where: str) -> int:
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     if not isinstance(methods, list) or not methods or not isinstance(methods[0], Mapping):
         return DEFAULT_PARALLEL_TOKENS
-    return _count(methods[0], "speculative_tokens", DEFAULT_PARALLEL_TOKENS, where)
+    return Reader(methods[0], where).size("speculative_tokens", DEFAULT_PARALLEL_TOKENS)

@@ -68,14 +68,14 @@ def _chain_kind(
     if kind := raw.get("speculators_model_type"):
         layer = raw.get("transformer_layer_config")
         model_type = layer.get("model_type") if isinstance(layer, Mapping) else None
-        if kind not in _SPECULATORS or model_type not in _SPECULATORS_LAYERS:
+        if str(kind) not in _SPECULATORS or str(model_type) not in _SPECULATORS_LAYERS:
             raise CheckpointError(
                 f"{where}: a speculators model of type {kind!r} with {model_type!r} layers is not"
                 " supported"
             )
-        return _SPECULATORS[kind], _SPECULATORS_LAYERS[model_type]
+        return _SPECULATORS[str(kind)], _SPECULATORS_LAYERS[str(model_type)]
     name = architecture_name(raw)
-    if name in _ARCHITECTURES:
+    if isinstance(name, str) and name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
     if name in _PLAIN and algorithm in ("EAGLE", *EAGLE3_KINDS):
         # Only EAGLE-3 has a vocabulary of its own.

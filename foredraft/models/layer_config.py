@@ -10,6 +10,8 @@ def layer_types(reader: Reader, family: Family, num_layers: int) -> list[str]:
     raw = reader.raw
     types = raw.get("layer_types")
     if types is not None:
+        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+            raise reader.fail(f"layer_types must be a list of names, not {types!r}")
         if len(types) != num_layers:
             raise reader.fail(f"layer_types has {len(types)} entries for {num_layers} layers")
         unknown = set(types) - {"full_attention", "sliding_attention"}

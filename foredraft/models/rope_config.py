@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.models.config_reader import Reader
+from foredraft.models.config_reader import MAX_SIZE, Reader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Numbers without which a type would have to be guessed.
@@ -112,9 +112,7 @@ def read_rope(
     for key in _REQUIRED[kind]:
         if parameters.raw.get(key) is None:
             raise parameters.fail(f"rope type {kind} has no {key}")
-    factor = parameters.number("factor", 1.0)
-    if factor <= 0:
-        raise parameters.fail(f"factor must be above 0, not {factor}")
+    factor = parameters.positive("factor", 1.0)
     original = _original_length(parameters, kind, max_positions, raw)
     if kind == "linear" and is_stretched:
         original = 0
@@ -126,18 +124,26 @@ def read_rope(
     attention_factor = 1.0
     if kind == "yarn":
         attention_factor = _yarn_attention_factor(parameters, factor)
-    return RopeConfig(
+    rope = RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         original_max_positions=original,
         low_freq_factor=low,
         high_freq_factor=high,
-        beta_fast=parameters.number("beta_fast", 32.0) or 32.0,
-        beta_slow=parameters.number("beta_slow", 1.0) or 1.0,
+        beta_fast=_limit(parameters, "beta_fast", 32.0),
+        beta_slow=_limit(parameters, "beta_slow", 1.0),
         truncate=parameters.flag("truncate", True),
         attention_factor=attention_factor,
     )
+    if original * factor > MAX_SIZE:
+        raise parameters.fail(f"factor {factor:g} stretches {original} positions beyond {MAX_SIZE}")
+    return rope
+
+
+def _limit(parameters: Reader, key: str, default: float) -> float:
+    """Returns a limit of yarn's ramp in turns; 0 stands for the default, as in transformers."""
+    return parameters.positive(key, default) if parameters.raw.get(key) != 0 else default
 
 
 def _original_length(
@@ -166,6 +172,9 @@ def _yarn_attention_factor(parameters: Reader, factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if parameters.raw.get("attention_factor") is not None:
-        return parameters.number("attention_factor", 1.0)
-    weight, weight_all = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
+        return parameters.positive("attention_factor", 1.0)
+    weight, weight_all = (
+        parameters.positive(key, 1.0) if parameters.raw.get(key) else 0.0
+        for key in ("mscale", "mscale_all_dim")
+    )
     return mscale(weight) / mscale(weight_all) if weight and weight_all else mscale(1.0)

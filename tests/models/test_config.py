@@ -29,6 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 2048,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 
 
 def parse(**changes):
@@ -301,6 +302,24 @@ def test_the_type_must_be_the_architectures(tmp_path):
         (
             {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 4},
             "linear_attention",
+        ),
+        ({"layer_types": 4}, "layer_types must be a list of names"),
+        ({"hidden_act": ["silu"]}, r"activation \['silu'\]"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must not be negative"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings must be at most"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
+        ({"rope_scaling": YARN | {"factor": 1e30}}, "factor 1e[+]30 stretches 2048 positions"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast must be above 0"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor must be above 0"),
+        ({"rope_scaling": YARN | {"mscale": -1.0, "mscale_all_dim": 1.0}}, "mscale must be"),
+        (
+            {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "dynamic needs a head_dim above 2",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": -1},
+            "query_pre_attn_scalar must be above 0",
         ),
     ],
 )

@@ -13,11 +13,13 @@ import torch
 
 from draft_service.models.shared_weights import read_token_map
 from foredraft.errors import CheckpointError
+from testing.block_drafts import tiny_block
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import HIDDEN, VOCAB, TinyHead, save_head, tiny_head
 from testing.loaded_heads import load, speculators
 
 EAGLE, EAGLE3, MTP = tiny_head("EAGLE", 1), tiny_head("EAGLE3", 5), tiny_head("MTP", 13)
+DSPARK = tiny_block("DSPARK", 2, confidence="both", layout="deepspec")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,15 @@ WRONG: dict[str, tuple[TinyHead, str]] = {
     "target-hidden-size": (with_(EAGLE3, {"target_hidden_size": 64}), "target_hidden_size: the head's is 64"),
     "vocabulary": (with_(EAGLE, {"vocab_size": 100}), "vocab_size: the head's is 100, the target's 128"),
     "norms": (with_(EAGLE, {"layernorms": True}), "layernorms"),
+    "epsilon": (with_(EAGLE, {"rms_norm_eps": -1.0}), "rms_norm_eps must not be negative"),
+    "layer-types": (with_(EAGLE, {"layer_types": 1}), "layer_types must be a list of names"),
+    "layers": (with_(EAGLE3, {"num_hidden_layers": 10**6}), "num_hidden_layers must be at most"),
+    "flag": (with_(EAGLE3, {"norm_output": "false"}), "norm_output must be true or false"),
+    "block-flag": (with_(DSPARK, {"enable_confidence_head": "no"}), "confidence_head must be true or false"),
+    "block-layers": (with_(DSPARK, {"num_hidden_layers": None}), "num_hidden_layers is missing"),
+    "layer-config": (with_(speculators(EAGLE3), {"transformer_layer_config": [1]}), "'eagle3' with None layers"),
+    "layer-model": (with_(speculators(EAGLE3), {"speculators_model_type": ["eagle3"]}), r"type \['eagle3'\]"),
+    "architectures": (with_(EAGLE, {"architectures": ["a", "b"]}), r"\['a', 'b'\] is not a draft head"),
     "activation": (with_(EAGLE, {"hidden_act": "relu"}), "activation 'relu'"),
     "embedding": (with_(EAGLE, embed_tokens__weight=torch.ones(9, HIDDEN)), r"embed_tokens\.weight has shape \[9"),
     "no-mtp-norm": (without(MTP, "model.mtp_layers.0.final_layernorm.weight"), "missing tensor mtp_layers"),
