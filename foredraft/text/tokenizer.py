@@ -229,7 +229,13 @@ def _special_tokens(*configs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _additional_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    tokens = config.get("additional_special_tokens") or []
+    """Returns texts of special tokens without a role: a list, or names and tokens.
+
+    As in transformers, a list in the newer key marks none.
+    """
+    listed, named = config.get("additional_special_tokens"), config.get("extra_special_tokens")
+    tokens = list(listed) if isinstance(listed, list) else []
+    tokens += named.values() if isinstance(named, Mapping) else ()
     return [text for text in map(_text_of, tokens) if text is not None]
 
 
@@ -237,13 +243,14 @@ def _add_missing_tokens(
     backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any]
 ) -> None:
     """Adds tokens that only the older files name, and checks that they get their ids."""
-    wanted: dict[int, tokenizers.AddedToken] = {}
-    for text, number in _read_json(folder / "added_tokens.json").items():
-        wanted[int(number)] = tokenizers.AddedToken(text, normalized=False)
-    for number, entry in (config.get("added_tokens_decoder") or {}).items():
-        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-        options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-        wanted[int(number)] = tokenizers.AddedToken(entry["content"], **options)
+    older = _read_json(folder / "added_tokens.json")
+    try:
+        wanted = _named_tokens(older, config.get("added_tokens_decoder") or {})
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder}: added_tokens.json, or added_tokens_decoder of tokenizer_config.json, is"
+            f" broken: {error!r}"
+        ) from error
     for number, token in sorted(wanted.items()):
         if backend.token_to_id(token.content) is not None:
             continue
@@ -254,6 +261,20 @@ def _add_missing_tokens(
                 f"{folder}: token {token.content!r} should have id {number}, "
                 f"not {backend.token_to_id(token.content)}"
             )
+
+
+def _named_tokens(
+    older: Mapping[str, Any], decoder: Mapping[str, Any]
+) -> dict[int, tokenizers.AddedToken]:
+    """Returns the tokens that the two files add, by id."""
+    wanted = {
+        int(number): tokenizers.AddedToken(text, normalized=False) for text, number in older.items()
+    }
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for number, entry in decoder.items():
+        options = {flag: bool(entry[flag]) for flag in flags if flag in entry}
+        wanted[int(number)] = tokenizers.AddedToken(entry["content"], **options)
+    return wanted
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
@@ -281,7 +302,10 @@ def _find_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, s
     if file.is_file():
         others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         files = {"default": file, **{other.stem: other for other in others}}
-        return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
+        try:
+            return {name: each.read_text(encoding="utf-8") for name, each in files.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: a chat template is no text: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
     if isinstance(template, str):

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
+from foredraft.errors import CheckpointError
 from foredraft.text.tokenizer import Tokenizer
 from testing import tiny_tokenizers
 
@@ -71,3 +72,49 @@ def test_a_role_does_not_change_how_a_token_is_found(tmp_path: Path) -> None:
     for text in ("a <pad> b", "<pad>", "a<pad>b", " <pad>  <pad> a"):
         assert tokenizer.encode(text, False) == expected.encode(text, add_special_tokens=False)
     assert tokenizer.decode([number]) == expected.decode([number], skip_special_tokens=True) == ""
+
+
+@pytest.mark.parametrize("extra", [["<tool>"], {"image_token": "<tool>"}])
+def test_transformers_5_names_special_tokens_in_its_own_key(extra: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tiny_tokenizers.byte_level()
+    tokenizer.add_tokens(["<tool>"])
+    tiny_tokenizers.save(tokenizer, tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    changes = {"eos_token": "</s>", "extra_special_tokens": extra}
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        Tokenizer.from_dir(tmp_path),
+    )
+    ids = ours.encode("a<tool>b", add_special_tokens=False)
+    assert ids == theirs("a<tool>b", add_special_tokens=False)["input_ids"]
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", b'{"<new>": "x"}'),
+        ("added_tokens.json", b'{"<new>": 9000}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": ["x"]}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"5": 5}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "x"}}}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.json", b"5"),
+    ],
+)
+def test_broken_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_lists_of_tokens_that_are_none_name_none(tmp_path: Path) -> None:
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), tmp_path)
+    usual = Tokenizer.from_dir(tmp_path).special_ids
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"additional_special_tokens": 1}))
+    assert Tokenizer.from_dir(tmp_path).special_ids == usual
