@@ -223,14 +223,30 @@ def _read_header(start: bytes, file: object, size: int, path: Path) -> dict[str,
         header = json.loads(file.read(length))  # type: ignore[attr-defined]
         header.pop("__metadata__", None)
         entries = [_entry(name, value, 8 + length, path) for name, value in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise CheckpointError(f"{path}: broken safetensors header: {error!r}") from error
-    entries.sort(key=lambda entry: entry.begin)
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    at = 8 + length
     for entry in entries:
         if entry.end > size:
             raise CheckpointError(
                 f"{path}: truncated: tensor {entry.name} ends at byte {entry.end} of {size}"
             )
+        if entry.begin != at:
+            raise CheckpointError(
+                f"{path}: broken header: tensor {entry.name} begins at byte {entry.begin}, and what"
+                f" is before it ends at {at}"
+            )
+        at = entry.end
+    if at != size:
+        raise CheckpointError(f"{path}: {size - at} bytes after the last tensor belong to none")
     return {entry.name: entry for entry in entries}
 
 

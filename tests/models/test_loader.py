@@ -152,6 +152,38 @@ def test_offsets_that_lie(copy):
         load_model(directory)
 
 
+@pytest.mark.parametrize(
+    ("second", "num_bytes", "message"),
+    [
+        ([8, 16], 24, "8 bytes after the last tensor"),
+        ([4, 12], 12, "tensor y begins at byte"),
+        ([12, 20], 20, "tensor y begins at byte"),
+    ],
+)
+def test_bytes_of_two_tensors_or_of_none(copy, second, num_bytes, message):
+    """Such a file was cut together wrongly, whatever its tensors are; the format forbids it."""
+    directory, _ = copy
+    entries = {"x": [0, 8], "y": second}
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in entries.items()}
+    ).encode()
+    file = directory / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.torch.load_file(file)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(directory)
+
+
+def test_a_size_beyond_all_numbers(copy):
+    directory, _ = copy
+    header = b'{"x": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (directory / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="broken safetensors header"):
+        load_model(directory)
+
+
 def test_too_little_memory(checkpoints, monkeypatch):
     monkeypatch.setattr(loader, "available_host_bytes", lambda: 1000)
     with pytest.raises(CheckpointError, match="too little memory"):
