@@ -359,6 +359,7 @@ FORMATS: dict[str, Format] = {
     "gptq-sym": Format(_GPTQ | {"sym": True, "group_size": 64}, gptq(64, symmetric=True)),
     "gptq-channel": Format(_GPTQ | {"group_size": -1}, gptq(-1)),
     "gptq-v2": Format(_GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(offset=0)),
+    "gptq-v2-transformers": Format(_GPTQ | {"format": "gptq_v2"}, gptq(offset=0)),
     "gptq-int8": Format(_GPTQ | {"bits": 8}, gptq(bits=8)),
     "packed-32": Format(_grouped(32), packed(32)),
     "packed-64": Format(_grouped(64, symmetric=False), packed(64, zeros=True)),

@@ -143,7 +143,17 @@ def _names(reader: Reader, *keys: str) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise reader.fail(f"{key} must be a list of names, not {value!r}")
         found += value
+    for name in found:
+        if name.startswith("re:"):
+            _check_pattern(reader, name[3:])
     return tuple(found)
+
+
+def _check_pattern(reader: Reader, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise _refusal(reader, f"{pattern!r} is no regular expression ({error})") from error
 
 
 def _expect(reader: Reader, key: str, allowed: Iterable[Any], default: Any) -> Any:
@@ -191,7 +201,7 @@ def _modelopt(reader: Reader, method: str) -> Quantization | None:
     algorithm = reader.raw.get("quant_algo")
     if not algorithm and reader.raw.get("kv_cache_quant_algo"):
         return None
-    if algorithm not in _MODELOPT:
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT:
         raise _refusal(reader, f"quant_algo {algorithm!r} of ModelOpt is not supported")
     skipped = _names(reader, "exclude_modules", "ignore")
     return Quantization(method, _MODELOPT[algorithm], skipped)
@@ -211,7 +221,9 @@ def _awq(reader: Reader, method: str) -> Quantization:
 
 def _gptq(reader: Reader, method: str) -> Quantization:
     bits = _expect(reader, "bits", (4, 8), 4)
-    form = _expect(reader, "checkpoint_format", ("gptq", "gptq_v2", None), "gptq")
+    # GPTQModel's key, and transformers'.
+    key = next((key for key in ("checkpoint_format", "format") if reader.raw.get(key)), "format")
+    form = _expect(reader, key, ("gptq", "gptq_v2", None), "gptq")
     if reader.raw.get("lm_head"):
         raise _refusal(reader, "lm_head true, a quantised LM head, is not supported")
     skipped = _names(reader, "modules_to_not_convert")
@@ -221,6 +233,7 @@ def _gptq(reader: Reader, method: str) -> Quantization:
             raise _refusal(
                 reader, f"dynamic {pattern!r}: {value!r}: mixed schemes are not supported"
             )
+        _check_pattern(reader, pattern[2:])
         skipped += (f"re:{pattern[2:]}",)
     group = _check_group(reader, reader.raw.get("group_size", 128))
     scheme = WeightScheme(
@@ -229,7 +242,7 @@ def _gptq(reader: Reader, method: str) -> Quantization:
         "group" if group else "channel",
         group,
         has_zeros=True,
-        has_order=bool(reader.raw.get("desc_act", False)) and group > 0,
+        has_order=reader.flag("desc_act", False) and group > 0,
         zero_offset=0 if form == "gptq_v2" else 1,
         scale_name="scales",
     )
@@ -259,6 +272,7 @@ def _compressed(reader: Reader, method: str) -> Quantization | None:
         raise _refusal(
             reader, f"mixed schemes ({', '.join(sorted(map(str, schemes)))}) are not supported"
         )
+    _check_transforms(reader)
     status = reader.raw.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
         raise _refusal(reader, f"quantization_status {status!r} is not compressed")
@@ -273,6 +287,19 @@ def _compressed(reader: Reader, method: str) -> Quantization | None:
     return found
 
 
+def _check_transforms(reader: Reader) -> None:
+    """Raises CheckpointError where activations are to be transformed; what was done to weights is
+    in them already.
+    """
+    transforms = Reader(reader.mapping("transform_config"), f"{reader.where}.transform_config")
+    for name, group in transforms.mapping("config_groups").items():
+        steps = group.get("apply") if isinstance(group, Mapping) else None
+        for step in steps if isinstance(steps, list) else [steps]:
+            location = step.get("location") if isinstance(step, Mapping) else step
+            if location not in ("weight_input", "weight_output"):
+                raise _refusal(transforms, f"{name}: a transform at {location!r} is not supported")
+
+
 def _compressed_scheme(reader: Reader, name: str, group: Any) -> WeightScheme:
     if not isinstance(group, Mapping):
         raise reader.fail(f"config_groups.{name} must be an object")
@@ -284,7 +311,7 @@ def _compressed_scheme(reader: Reader, name: str, group: Any) -> WeightScheme:
         raise _refusal(own, "output_activations are not supported")
     form = own.raw.get("format") or reader.raw.get("format")
     weights = Reader(own.mapping("weights"), f"{own.where}.weights")
-    kind, bits = weights.raw.get("type", "int"), weights.raw.get("num_bits", 8)
+    kind, bits = str(weights.raw.get("type", "int")), weights.raw.get("num_bits", 8)
     strategy, is_symmetric = weights.raw.get("strategy"), weights.flag("symmetric", True)
     plain_forms = {"float": "float-quantized", "int": "int-quantized"}
     is_plain = bits == 8 and is_symmetric and form in (plain_forms.get(kind), "naive-quantized")

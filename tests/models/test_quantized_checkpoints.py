@@ -210,6 +210,9 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
 }
 CT = FORMATS["packed-128"].config
+# What compressed-tensors writes of rotations: those of weights are done, others are to be done.
+OFFLINE = {"R1": {"type": "hadamard", "apply": [{"location": "weight_output", "targets": ["a"]}]}}
+ONLINE = {"config_groups": OFFLINE | {"R3": {"apply": [{"location": "k_cache"}]}}}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +226,12 @@ CT = FORMATS["packed-128"].config
         ({"quant_method": "gptq", "bits": 3}, "bits 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 16}, "group_size 16"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "format": "marlin"}, "format 'marlin'"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["re:("]}, "no regular expression"),
+        ({"quant_method": "gptq", "dynamic": {"-:(": {}}}, "no regular expression"),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"quant_algo \['FP8'\]"),
+        (CT | {"transform_config": ONLINE}, "R3: a transform at 'k_cache' is not supported"),
+        (CT | {"transform_config": {"config_groups": {"R1": 1}}}, "R1: a transform at None"),
         ({"quant_method": "gptq", "bits": 4, "lm_head": True}, "LM head"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*mlp": {"bits": 8}}}, "mixed schemes"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
@@ -276,3 +285,9 @@ def test_made_up_weights(name, plain, tmp_path):
     x = torch.randn(3, 128)
     for layer in model.decoder_layers:
         assert 0.1 < float(layer.mlp.gate_up(x).std()) < 0.4  # 0.02 * sqrt(128)
+
+
+def test_transforms_of_weights_are_done_before_a_checkpoint_is_written():
+    for transforms in ({}, {"config_groups": OFFLINE}):
+        raw = CONFIG | {"quantization_config": CT | {"transform_config": transforms}}
+        assert ModelConfig.from_dict(raw).quantization is not None
