@@ -16,7 +16,7 @@ from typing import Any
 from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_ON_GPUS, GGUF_SCHEMES
 from foredraft.models.config_keys import REFUSED_KINDS, check_keys, check_model_type
-from foredraft.models.config_reader import MAX_LAYERS, Reader, read_json
+from foredraft.models.config_reader import MAX_LAYERS, MAX_SIZE, Reader, read_json
 from foredraft.models.families import FAMILIES, Family
 from foredraft.models.layer_config import layer_types, ropes, window
 from foredraft.models.quantization_config import VOCABULARY, Quantization, read_quantization
@@ -331,7 +331,7 @@ def _token_ids(reader: Reader) -> tuple[int, ...]:
     """Returns the end-of-sequence tokens, one or several; -1 stands for none."""
     value = reader.raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int for token in ids):
+    if not all(type(token) is int and token <= MAX_SIZE for token in ids):
         raise reader.fail(f"eos_token_id must be a token id or a list of them, not {value!r}")
     return tuple(token for token in ids if token >= 0)
 

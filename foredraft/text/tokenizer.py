@@ -86,10 +86,11 @@ class Tokenizer:
         backend, config = _load_backend(folder)
         roles = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         _mark_special(backend, [*roles.values(), *_additional_special_tokens(config)])
-        if chat_template:
-            return cls(backend, roles, chat_template)
-        found = _find_chat_templates(folder, config)
-        return cls(backend, roles, found.get("default"), found.get("tool_use"))
+        found = {"default": chat_template} if chat_template else _find_templates(folder, config)
+        try:
+            return cls(backend, roles, found.get("default"), found.get("tool_use"))
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text; the tokenizer's own post-processor adds BOS or EOS when
@@ -292,7 +293,7 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
             backend.add_special_tokens([added])
 
 
-def _find_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _find_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns sources of chat templates by name; `default` and `tool_use` have a meaning.
 
     Reads chat_template.jinja with additional_chat_templates, chat_template.json or

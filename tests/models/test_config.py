@@ -278,6 +278,7 @@ def test_the_type_must_be_the_architectures(tmp_path):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
         ({"eos_token_id": "2"}, "eos_token_id must be a token id"),
         ({"eos_token_id": [2, None]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": 2**31}, "eos_token_id must be a token id"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ({"rope_parameters": [1e4]}, "rope_parameters must be an object"),
         (

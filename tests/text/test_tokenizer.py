@@ -103,6 +103,7 @@ def test_transformers_5_names_special_tokens_in_its_own_key(extra: Any, tmp_path
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "x"}}}'),
         ("chat_template.jinja", b"\xff\xfe"),
         ("chat_template.json", b"5"),
+        ("chat_template.jinja", b"{% for %}"),
     ],
 )
 def test_broken_files_are_refused(name: str, content: bytes, tmp_path: Path) -> None:
