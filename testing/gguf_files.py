@@ -4,7 +4,7 @@ Blocks are made by gguf's own quantiser where it has one, and of random fields w
 gguf's dequantiser says in float32 which weights they stand for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -47,6 +47,7 @@ def write(
     is_tied: bool = False,
     change: dict[str, np.ndarray | None] | None = None,
     scaling: tuple[str, float, int] | None = None,
+    metadata: Mapping[str, float] | None = None,
 ) -> Path:
     """Writes a model of two layers with a small byte-pair tokenizer.
 
@@ -54,6 +55,7 @@ def write(
         types: Returns the type of a matrix by its name in the file.
         change: Tensors to add, or to put in place of others; None leaves one out.
         scaling: Type, factor and original context length of stretched rotary embeddings.
+        metadata: Further numbers by key, whole ones and others.
     """
     writer, head_dim = gguf.GGUFWriter(path, architecture), HEAD_DIMS[architecture]
     writer.add_name("tiny")
@@ -71,7 +73,10 @@ def write(
         writer.add_string(f"{architecture}.rope.scaling.type", scaling[0])
         writer.add_rope_scaling_factor(scaling[1])
         writer.add_rope_scaling_orig_ctx_len(scaling[2])
-    if architecture == "llama":
+    for key, number in (metadata or {}).items():
+        add_number = writer.add_uint32 if isinstance(number, int) else writer.add_float32
+        add_number(key, number)
+    if architecture == "llama" and "llama.rope.dimension_count" not in (metadata or {}):
         writer.add_rope_dimension_count(head_dim)
     if architecture == "gemma3":
         writer.add_sliding_window(8)

@@ -56,6 +56,13 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _STRETCHED = ("linear", "yarn")
+_SCALING_KEYS = frozenset({"type", "factor", "original_context_length", "finetuned"})
+# Of yarn, by their names in config.json.
+_YARN_LIMITS = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+# Numbers that change nothing; -1 stands for the usual one.
+_NEUTRAL_SCALING = {"attn_factor": (1,), "yarn_attn_factor": (1,), "yarn_ext_factor": (1, -1)}
+_END_TOKENS = ("eos", "eot", "eom")  # end of a sequence, of a turn, of a message
+_GEMMA_27B_LAYERS = 62
 _FACTOR_TOLERANCE = 1e-4  # relative, of divisors
 
 
@@ -86,6 +93,7 @@ def convert(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     raw = _raw_config(config, types)
+    _add_metadata(raw, reader, source)
     _stretch(raw, reader, source)
     (target / "config.json").write_text(json.dumps(raw, indent=1))
 
@@ -99,6 +107,49 @@ def _raw_config(config: Any, types: Mapping[str, str]) -> dict[str, Any]:
     if types:
         raw["quantization_config"] = {"quant_method": "gguf", "types": types}
     return raw
+
+
+def _add_metadata(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
+    """Writes what transformers passes over to a configuration: head sizes, Gemma's own numbers,
+    and all tokens that end a text.
+
+    Raises:
+        CheckpointError: The file means arithmetic that is not computed.
+    """
+    architecture = _field(reader, "general.architecture")
+    head_dim = _field(reader, f"{architecture}.attention.key_length") or raw.get("head_dim")
+    head_dim = int(head_dim or raw["hidden_size"] // raw["num_attention_heads"])
+    raw["head_dim"] = head_dim
+    for name in ("attention.value_length", "rope.dimension_count"):
+        other = _field(reader, f"{architecture}.{name}")
+        if other not in (None, head_dim):
+            raise CheckpointError(
+                f"{source}: {architecture}.{name} {other} is not the head size {head_dim}, which is"
+                " not supported"
+            )
+    if raw["model_type"] == "gemma3_text":
+        _add_gemma(raw, reader, source, head_dim)
+    ends = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS]
+    known = {int(token) for token in ends if token is not None}
+    if known := {token for token in known if 0 <= token < raw["vocab_size"]}:
+        raw["eos_token_id"] = sorted(known)
+
+
+def _add_gemma(raw: dict[str, Any], reader: "GGUFReader", source: Path, head_dim: int) -> None:
+    """Does the part of `_add_metadata` for Gemma 3, as llama.cpp reads such files."""
+    if _field(reader, "gemma3.attention.sliding_window") is None:
+        raise CheckpointError(f"{source}: gemma3.attention.sliding_window is missing")
+    if _field(reader, "gemma3.attention.sliding_window_pattern") not in (None, 6):
+        raise CheckpointError(f"{source}: gemma3.attention.sliding_window_pattern is not 6")
+    # The file says nothing of the scale of scores, which is another one for the largest model.
+    is_27b = raw["num_hidden_layers"] == _GEMMA_27B_LAYERS
+    scale = raw["hidden_size"] // raw["num_attention_heads"] if is_27b else head_dim
+    raw["query_pre_attn_scalar"] = scale
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        raw[name] = _field(reader, f"gemma3.{name}")
+    local = _field(reader, "gemma3.rope.freq_base_swa")
+    if local is not None:
+        raw["rope_parameters"]["sliding_attention"]["rope_theta"] = float(local)
 
 
 def _stretch(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
@@ -120,11 +171,16 @@ def _stretch(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
     factors = next((one.data for one in reader.tensors if one.name == _ROPE_FACTORS), None)
     if kind not in ("none", *_STRETCHED):
         raise CheckpointError(f"{source}: {scaling}.type {kind} is not supported")
+    _check_scaling(reader, scaling, source)
     if kind in _STRETCHED:
         parameters |= {"rope_type": kind, "factor": float(_field(reader, f"{scaling}.factor") or 1)}
         original = _field(reader, f"{scaling}.original_context_length")
         if original is not None:
             parameters["original_max_position_embeddings"] = int(original)
+    for key, name in _YARN_LIMITS.items():
+        limit = _field(reader, f"{scaling}.{name}")
+        if kind == "yarn" and limit is not None:
+            parameters[key] = float(limit)
     if factors is None or bool(np.all(factors == 1)):
         return
     factor = float(np.max(factors))
@@ -133,6 +189,19 @@ def _stretch(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
         raise CheckpointError(f"{source}: {_ROPE_FACTORS} are not those of a Llama 3 model")
     # Divisors were rounded to float32 as the factor was.
     parameters |= {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
+
+
+def _check_scaling(reader: "GGUFReader", scaling: str, source: Path) -> None:
+    """Raises CheckpointError for a number of stretched rotary embeddings that is not computed
+    with.
+    """
+    for name in reader.fields:
+        key = name.removeprefix(f"{scaling}.")
+        if key == name or key in _SCALING_KEYS or key in _YARN_LIMITS.values():
+            continue
+        value = _field(reader, name)
+        if value not in _NEUTRAL_SCALING.get(key, (0,)):
+            raise CheckpointError(f"{source}: {name} {value} is not supported")
 
 
 def _field(reader: "GGUFReader", name: str) -> Any:

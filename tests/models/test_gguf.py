@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GgufConfig,
+    LlamaConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draft_service.models.shared_weights import load_shared_weights
@@ -164,6 +171,80 @@ def test_stretched_rotary_embeddings_that_are_not_computed(tmp_path: Path) -> No
         convert(file, tmp_path)
     file = gguf_files.write(tmp_path / "long.gguf", one_type("F16"), scaling=("longrope", 4.0, 16))
     with pytest.raises(CheckpointError, match="longrope is not supported"):
+        convert(file, tmp_path)
+
+
+def test_the_largest_gemmas_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale of scores follows from the number of layers alone; transformers takes another."""
+    sizes = {"HIDDEN": 96, "MLP": 64, "HEADS": 4, "KV_HEADS": 2, "LAYERS": 62}
+    for name, size in sizes.items():
+        monkeypatch.setattr(gguf_files, name, size)
+    monkeypatch.setitem(gguf_files.HEAD_DIMS, "gemma3", 16)
+    numbers = {"gemma3.final_logit_softcapping": 3.0, "gemma3.rope.freq_base_swa": 500.0}
+    file = gguf_files.write(tmp_path / "27b.gguf", one_type("F16"), "gemma3", metadata=numbers)
+    ropes = {"full_attention": 10000.0, "sliding_attention": 500.0}
+    config = Gemma3TextConfig(
+        vocab_size=98,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=62,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=96 // 4,
+        final_logit_softcapping=3.0,
+        sliding_window=8,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ropes.items()
+        },
+    )
+    theirs = Gemma3ForCausalLM._from_config(config, attn_implementation="eager").double()
+    theirs.load_state_dict(reference(file).state_dict())
+    model = load_model(converted(file), torch.float32)
+    kv = PagedKV.for_model(model.config, 4, 8, torch.float32, "cpu")
+    rows = [SequenceRows.chunk([0, 1, 2], 0, TOKENS, "all")]
+    got = ModelRunner(model, kv, CpuAttention()).forward(rows).logits.double()
+    with torch.inference_mode():
+        want = theirs(torch.tensor([TOKENS])).logits[0]
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR
+
+
+def test_every_token_that_ends_a_text(tmp_path: Path) -> None:
+    """The end of a turn is another token than that of a text; one that is not there is none."""
+    numbers = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 500}
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"), metadata=numbers)
+    assert ModelConfig.from_dir(converted(file)).eos_token_ids == (1, 7)
+
+
+def test_limits_of_yarn(tmp_path: Path) -> None:
+    limits = {"beta_fast": 16.0, "beta_slow": 2.0}
+    numbers = {f"llama.rope.scaling.yarn_{name}": limit for name, limit in limits.items()}
+    scaling = ("yarn", 4.0, 16)
+    file = gguf_files.write(
+        tmp_path / "tiny.gguf", one_type("F16"), scaling=scaling, metadata=numbers
+    )
+    [rope] = set(ModelConfig.from_dir(converted(file)).ropes)
+    assert (rope.beta_fast, rope.beta_slow) == (16.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "number"),
+    [
+        ("llama", "rope.dimension_count", 32),
+        ("qwen3", "attention.value_length", 64),
+        ("llama", "rope.scaling.attn_factor", 1.2),
+        ("llama", "rope.scaling.alpha", 1000.0),
+        ("gemma3", "attention.sliding_window_pattern", 2),
+    ],
+)
+def test_metadata_that_is_not_computed(
+    architecture: str, name: str, number: float, tmp_path: Path
+) -> None:
+    numbers = {f"{architecture}.{name}": number}
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"), architecture, metadata=numbers)
+    with pytest.raises(CheckpointError, match=rf"{architecture}\.{name}"):
         convert(file, tmp_path)
 
 
