@@ -158,6 +158,7 @@ class ChatTemplate:
             ArithmeticError,
             LookupError,
             AttributeError,  # raised by Jinja's filters for unexpected arguments
+            AssertionError,  # likewise
         ) as error:
             raise InvalidRequest("messages", f"the chat template refuses: {error}") from error
         except RecursionError as error:

@@ -123,6 +123,7 @@ def test_bos_is_not_doubled(tmp_path: pathlib.Path) -> None:
         "{{ undefined_function() }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ 1 / 0 }}",
+        "{{ 'abc' | truncate(2) }}",
         "{{ 1 + 'x' }}",
         "{{ messages[0].content | dictsort }}",  # as of parameters of a tool that are no object
     ],
