@@ -167,13 +167,16 @@ def _stretch(raw: dict[str, Any], reader: "GGUFReader", source: Path) -> None:
     parameters = every.get("full_attention", every)
     architecture = _field(reader, "general.architecture")
     scaling = f"{architecture}.rope.scaling"
-    kind = _field(reader, f"{scaling}.type") or "none"
+    factor_names = (f"{scaling}.factor", f"{architecture}.rope.scale_linear")  # the last is old
+    stretch = next((factor for name in factor_names if (factor := _field(reader, name))), 1)
+    # Without a type the factor is linear's, as in llama.cpp.
+    kind = _field(reader, f"{scaling}.type") or ("none" if stretch == 1 else "linear")
     factors = next((one.data for one in reader.tensors if one.name == _ROPE_FACTORS), None)
     if kind not in ("none", *_STRETCHED):
         raise CheckpointError(f"{source}: {scaling}.type {kind} is not supported")
     _check_scaling(reader, scaling, source)
     if kind in _STRETCHED:
-        parameters |= {"rope_type": kind, "factor": float(_field(reader, f"{scaling}.factor") or 1)}
+        parameters |= {"rope_type": kind, "factor": float(stretch)}
         original = _field(reader, f"{scaling}.original_context_length")
         if original is not None:
             parameters["original_max_position_embeddings"] = int(original)

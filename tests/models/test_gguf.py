@@ -218,6 +218,15 @@ def test_every_token_that_ends_a_text(tmp_path: Path) -> None:
     assert ModelConfig.from_dir(converted(file)).eos_token_ids == (1, 7)
 
 
+@pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_is_linear(name: str, tmp_path: Path) -> None:
+    numbers = {f"llama.{name}": 4.0}
+    file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"), metadata=numbers)
+    config = ModelConfig.from_dir(converted(file))
+    [rope] = set(config.ropes)
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
 def test_limits_of_yarn(tmp_path: Path) -> None:
     limits = {"beta_fast": 16.0, "beta_slow": 2.0}
     numbers = {f"llama.rope.scaling.yarn_{name}": limit for name, limit in limits.items()}
