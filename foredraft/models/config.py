@@ -337,13 +337,16 @@ def _token_ids(reader: Reader) -> tuple[int, ...]:
 
 
 def _tokenizers_eos(folder: Path) -> tuple[int, ...]:
-    """Returns the end-of-sequence token that tokenizer_config.json names."""
-    files = [folder / name for name in ("tokenizer_config.json", "tokenizer.json")]
-    if not all(file.is_file() for file in files):
+    """Returns the end-of-sequence token that the tokenizer's files name."""
+    tokenizer = folder / "tokenizer.json"
+    named = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    roles = [read_json(file).get("eos_token") for file in named if file.is_file()]
+    texts = [role.get("content") if isinstance(role, Mapping) else role for role in roles]
+    eos = next((text for text in texts if isinstance(text, str)), None)
+    if eos is None or not tokenizer.is_file():
         return ()
-    settings, tokenizer = map(read_json, files)
-    eos = settings.get("eos_token")
-    if isinstance(eos, Mapping):
-        eos = eos.get("content")
-    added = tokenizer.get("added_tokens") or ()
-    return tuple(token["id"] for token in added if token.get("content") == eos)
+    added = read_json(tokenizer).get("added_tokens")
+    tokens = added if isinstance(added, list) else []
+    found = [token for token in tokens if isinstance(token, Mapping)]
+    ids = [token.get("id") for token in found if token.get("content") == eos]
+    return _token_ids(Reader({"eos_token_id": ids}, str(tokenizer)))

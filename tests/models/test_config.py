@@ -81,6 +81,19 @@ def test_the_tokenizer_names_the_eos_token_where_no_config_does(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, -1]}')
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7,)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (6,)
+
+
+@pytest.mark.parametrize("added", [None, 5, [5], [{"id": 3}], {"a": 1}])
+def test_a_tokenizer_without_that_token_names_none(tmp_path, added):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": None}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    for eos in ("</s>", None):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert ModelConfig.from_dir(tmp_path).eos_token_ids == ()
 
 
 def test_yarn_stretches_the_context():
