@@ -233,7 +233,7 @@ def with_modelopts_file(raw: Mapping[str, Any], directory: Path) -> dict[str, An
     file = directory / "hf_quant_config.json"
     if raw.get("quantization_config") or not file.is_file():
         return dict(raw)
-    own = read_json(file).get("quantization") or {}
+    own = Reader(read_json(file), str(file)).mapping("quantization")
     return {**raw, "quantization_config": {"quant_method": "modelopt", **own}}
 
 

@@ -17,6 +17,7 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.config_reader import read_json
 from foredraft.models.families import FAMILIES
 from foredraft.models.head_config import HeadConfig
+from foredraft.models.head_kinds import architecture_name
 from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.registry import resolve_model_path
 
@@ -67,8 +68,9 @@ def find_algorithm(draft: Path) -> str:
         CheckpointError: There is no draft that is known.
     """
     raw, names = read_json(draft / "config.json"), stored_names(draft)
-    architectures = raw.get("architectures") or [None]
-    if names and not _holds_head(draft) and architectures[0] in FAMILIES:
+    name = architecture_name(raw)
+    is_model = isinstance(name, str) and name in FAMILIES
+    if names and not _holds_head(draft) and is_model:
         return "STANDALONE"
     has_map = bool({"d2t", "model.d2t"} & names) or raw.get("draft_vocab_size") is not None
     return HeadConfig.algorithm_of(draft, "EAGLE3" if has_map else "EAGLE")

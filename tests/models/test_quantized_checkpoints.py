@@ -196,6 +196,9 @@ def test_modelopts_own_file(plain, tmp_path):
     own = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
     assert str(ModelConfig.from_dir(tmp_path).quantization) == "modelopt fp8 (one scale a matrix)"
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": 5}')
+    with pytest.raises(CheckpointError, match="quantization must be an object"):
+        ModelConfig.from_dir(tmp_path)
 
 
 CONFIG = {

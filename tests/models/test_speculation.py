@@ -11,8 +11,8 @@ import pytest
 from foredraft.config.services import DraftConfig, VerifyConfig
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.models.speculation import resolve
-from testing.draft_heads import tiny_head
+from foredraft.models.speculation import find_algorithm, resolve
+from testing.draft_heads import TinyHead, save_head, tiny_head
 
 
 def write(folder: Path, config: dict[str, Any]) -> str:
@@ -143,6 +143,15 @@ def test_a_head_that_is_none(models: dict[str, str]) -> None:
     models["other"] = write(Path(models["llama"]) / "x", {"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(CheckpointError, match="not a draft head"):
         resolved(models, "llama", "EAGLE", "other")
+
+
+@pytest.mark.parametrize("architectures", [5, [[]], {"a": 1}, [], None])
+def test_a_draft_whose_architecture_is_no_name(architectures: Any, tmp_path: Path) -> None:
+    head = tiny_head("EAGLE")
+    tensors = {"norm.weight": head.tensors["fc.weight"]}  # of no head that is known
+    head = TinyHead("EAGLE", head.config | {"architectures": architectures}, tensors)
+    with pytest.raises(CheckpointError, match="not a draft head"):
+        find_algorithm(save_head(head, tmp_path))
 
 
 def test_nothing_is_read_where_no_head_drafts() -> None:
