@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verify_service.controller.config import DEFAULT, ControllerConfig
+from verify_service.controller.doubt import Doubt
 from verify_service.controller.messages import MOST_CONFIDENCE, DraftHistory
 
 Array = NDArray[np.float64]
@@ -52,11 +53,9 @@ class SizeBins:
         chances = np.maximum(np.arange(101), 1)[:, None] / 100
         powers = np.cumsum(chances ** np.arange(1, self.sizes[-1] + 1), axis=1)
         powers = np.minimum(powers, (self.depth or self.sizes[-1]) * chances)
-        ends = np.concatenate([np.zeros((101, 1)), powers[:, np.array(self.sizes) - 1]], axis=1)
-        sums = np.diff(ends, axis=1)
-        ratios = sums.copy()
-        ratios[:, 1:] /= np.maximum(sums[:, :-1], 1e-300)
-        return ratios
+        sums = np.diff(powers[:, np.array(self.sizes) - 1], axis=1, prepend=0.0)
+        sums[:, 1:] /= np.maximum(sums[:, :-1], 1e-300)
+        return sums
 
 
 class Acceptance:
@@ -83,10 +82,11 @@ class Acceptance:
         self._own_hits, self._own_tries = np.zeros((2, 64, size))
         self._free = list(range(63, NOTHING, -1))
         self._pending: list[tuple[int, int, int, Collection[int]]] = []
-        # Difference between recent accepted nodes and their expectation, and its variance.
-        self._surplus = self._variance = 0.0
+        self._doubt = Doubt(config)
+        # Difference between recent accepted nodes and their expectation, and its variance; and
+        # seconds since evidence was last reduced.
+        self._surplus = self._variance = self._unaged = 0.0
         self._ratios: dict[tuple[int, float], Array] = {}
-        self._unaged = 0.0  # seconds since evidence was last reduced
 
     def pool(self, history: DraftHistory, confidence: int) -> int:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
@@ -105,8 +105,18 @@ class Acceptance:
             rows: Row of each proposal's sequence, see `row`.
             pools: Pool of each proposal, see `pool`.
             deviations: Number of standard deviations that the pools' estimates are raised by;
-                positive ones raise only bins with few outcomes.
+                positive ones raise only bins with few outcomes. Others count the doubt whether
+                chances have fallen, too, for proposals without confidence.
         """
+        gains = self._estimates(rows, pools, deviations)
+        if deviations <= 0:
+            changed = np.cumprod(self.bins.chains[int(100 * self._doubt.chance)])
+            doubt = (np.array(pools) < 2)[:, None] * self._doubt.odds / (1 + self._doubt.odds)
+            gains += doubt * np.minimum(changed - gains, 0.0)
+        return gains
+
+    def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
+        """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
         known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
         ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
         prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
@@ -159,6 +169,7 @@ class Acceptance:
         self._unaged = 0.0
         self._hits *= kept
         self._before *= kept
+        self._doubt.odds *= kept
         self._ratios.clear()
 
     def learn(self, most: int = 0) -> bool:
@@ -174,15 +185,22 @@ class Acceptance:
             for node in accepted:
                 if node < num_nodes:
                     hits[i, bins.bin_of[node]] += 1.0
-        # Outcomes far from their expectation mean a change: nothing but the newest counts then.
-        means = told * self.gains([row for row, *_ in pending], [pool for _, pool, *_ in pending])
-        mean, kept = means.sum(axis=1), 1 - config.newest_share
+        before = told.copy()
+        before[:, 1:] *= hits[:, :-1]
+        rows, pools, _, _ = zip(*pending, strict=True)
+        gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
-        batch = len({row for row, *_ in pending})
-        weight, share = (
-            min(most / batch, 1.0) for most in (config.seen_enough, config.prior_outcomes)
-        )
+        weight = min(config.seen_enough / len(set(rows)), 1.0)
+        share = min(config.prior_outcomes / len(set(rows)), 1.0)
+        # A bin counts as one try, however many nodes it has: right by the share that was accepted.
+        right, mean = (hits / bins.widths)[before > 0], before * gains / bins.widths
+        mean[:, 1:] /= np.maximum(gains[:, :-1], 1e-9)  # given the bin before
+        sums = right.sum(), (1 - right).sum(), np.minimum(mean, 1.0).sum()
+        self._doubt.record(*(share * float(one) for one in sums))
+        # Outcomes far from their expectation mean a change: nothing but the newest counts then.
+        means, kept = told * gains, 1 - config.newest_share
+        mean = means.sum(axis=1)
         self._surplus = kept * self._surplus + share * float(hits.sum() - mean.sum())
         # Variances as of chains. Trees have smaller ones, so their changes are seen later.
         spreads = np.minimum(means @ bins.squares - mean**2, mean * (1 + mean))
@@ -190,8 +208,7 @@ class Acceptance:
         if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
             self._surplus = self._variance = 0.0
             self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
-        before = told.copy()
-        before[:, 1:] *= hits[:, :-1]
+            self._doubt = Doubt(config)
         for i, (row, pool, _, _) in enumerate(pending):
             own = 1 - told[i] / config.own_memory
             pooled = 1 - weight * told[i] / config.pool_memory
@@ -215,8 +232,7 @@ class Acceptance:
         hits, before = self._hits[pool], self._before[pool]
         confidence, group = divmod(pool, 2)
         first = min(config.prior_match * confidence, 1.0) if confidence else config.prior_chance
-        chain = self.bins.chains[int(100 * first)]
-        least = chain[0]
+        least = self.bins.chains[int(100 * first), 0]
         if group:
             greedy, tries = self._hits[pool - 1, 0], self._before[pool - 1, 0]
             least = (greedy + prior * least) / (tries + prior)

@@ -72,10 +72,7 @@ class Asking:
     ) -> None:
         self.each = [AskedFirst(number, config) for number in range(len(drafts))]
         self.advantage = 1.0
-        self._drafts = drafts
-        self._bank = bank
-        self._costs = costs
-        self._config = config
+        self._drafts, self._bank, self._costs, self._config = drafts, bank, costs, config
 
     def pays(
         self, candidates: Candidates, limits: Sequence[int], is_drafting: Sequence[bool]

@@ -21,10 +21,8 @@ class Changes:
     """
 
     def __init__(self, costs: CostModel, config: ControllerConfig) -> None:
-        self.follows = False
-        self.interrupted = 0.0
-        self._costs = costs
-        self._config = config
+        self.follows, self.interrupted = False, 0.0
+        self._costs, self._config = costs, config
         # Seconds of decoding over which steps with prompts are counted.
         self._busy_seconds = config.forget_seconds / 8
         # Seconds before the target's part of a step that the host begins: without drafts, and with.

@@ -17,8 +17,8 @@ class ControllerConfig:
         prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. As many outcomes
             of a step count where a change is looked for, and as many steps make the beginning of a
             text, which shows little.
-        pool_memory: Number of outcomes behind an estimate for all sequences: noise of 4 % against
-            change in a second.
+        pool_memory: Number of outcomes behind an estimate for all sequences, and of steps between
+            changes: noise of 4 % against change in a second.
         own_memory: Number of outcomes behind an estimate for one sequence: texts change within some
             100 tokens.
         near_steps: Number of newest steps that show the present: half of them may be hiccups.

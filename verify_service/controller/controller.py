@@ -15,7 +15,6 @@ from verify_service.controller.config import DEFAULT, ControllerConfig
 from verify_service.controller.costs import CostModel
 from verify_service.controller.goodput import Best, Goodput
 from verify_service.controller.messages import (
-    NO_TRIALS,
     Candidates,
     DraftHistory,
     DraftKind,
@@ -23,7 +22,6 @@ from verify_service.controller.messages import (
     Offer,
     Plan,
     Wait,
-    first_draft,
 )
 from verify_service.controller.trials import Trials
 
@@ -39,6 +37,8 @@ class Controller:
 
     Attributes:
         drafts: The drafts, as the controller knows them.
+        max_nodes: Number of nodes of the largest tree of any draft.
+        is_padded: Whether all sequences of a step have the same number of rows.
         is_drafting: Whether each draft drafts for more than trials at present.
         has_trial: Whether a trial of each draft is running beside steps.
         keeps_states: Whether hidden states are kept for suspended drafts; they are not while very
@@ -56,6 +56,8 @@ class Controller:
         self._config = config
         self._is_adaptive = is_adaptive and costs is not None
         self.drafts = list(drafts)
+        self.max_nodes = max((kind.max_nodes for kind in drafts), default=0)
+        self.is_padded = bool(drafts) and costs is not None and costs.table.is_padded
         self.is_drafting = [True] * len(drafts)
         self.has_trial = [False] * len(drafts)
         self.keeps_states = True
@@ -66,7 +68,7 @@ class Controller:
             self._costs = None
             return
         bins = costs.table.bins(self.max_nodes, max(kind.depth for kind in drafts))
-        own, kinds = 0.0 if costs.table.is_padded else config.own_prior, self.drafts
+        own, kinds = 0.0 if self.is_padded else config.own_prior, self.drafts
         acceptance = self._acceptance = [Acceptance(bins, config, own) for _ in drafts]
         bank = self._bank = Bank(config, costs.plain(1))
         asking = self._asking = Asking(kinds, bank, costs, config)
@@ -82,16 +84,6 @@ class Controller:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
         self._is_adaptive, self._held = False, None
         self.is_drafting = [True] * len(self.drafts)
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether all sequences of a step have the same number of rows."""
-        return self._costs is not None and self._costs.table.is_padded
-
-    @property
-    def max_nodes(self) -> int:
-        """Number of nodes of the largest tree of any draft."""
-        return max((kind.max_nodes for kind in self.drafts), default=0)
 
     @property
     def is_suspended(self) -> bool:
@@ -119,7 +111,7 @@ class Controller:
         self._is_forced = any(one.forced for one in candidates)
         if costs is None or self._is_forced:
             for one in candidates:
-                one.history.chosen = first_draft(one, len(self.drafts))
+                one.history.chosen = one.first_draft(len(self.drafts))
             return self._everything(self._limits(candidates))
         again = None if other_rows else self._planned(costs, candidates)
         self._candidates = candidates
@@ -152,7 +144,7 @@ class Controller:
         if not self._is_adaptive:
             chosen = {one.history.chosen for one in candidates}
             self.is_drafting = [number in chosen for number in range(len(self.drafts))]
-            tried = self._trials.others(candidates) if may_try else NO_TRIALS
+            tried = self._trials.others(candidates) if may_try else {}
             return self._everything(limits)._replace(tried=tried)
         if not any(limits):
             return Plan([0] * batch, 1)
@@ -163,8 +155,8 @@ class Controller:
         nodes, rows = [0] * batch, 1
         if best is not None and self._pays:
             more = costs.target(batch, best.rows) - self._bank.step
-            bring = best.added / best.rate
-            is_spared = not is_ahead and self._changes.spares(bring, more, not may_try)
+            worth = best.added / best.rate
+            is_spared = not is_ahead and self._changes.spares(worth, more, not may_try)
             # Doubted more once it is known how steps compare, so that plain ones become rare.
             is_new = self.is_padded or not costs.is_known
             least = self._config.margin if is_new else 1 + 1 / self._config.prior_outcomes
@@ -175,9 +167,8 @@ class Controller:
         if any(asked.values()):
             self._hold(limits, self._asking.advantage, may_try)
             if not self._must_check(self._asking.advantage):
-                for i, one in enumerate(candidates):
-                    if asked.get(one.history.chosen):
-                        nodes[i] = limits[i]
+                trio = zip(candidates, limits, nodes, strict=True)
+                nodes = [most if asked.get(one.history.chosen) else num for one, most, num in trio]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
 
     def _hold(self, nodes: list[int], advantage: float, may_try: bool) -> None:
@@ -189,10 +180,7 @@ class Controller:
         """Returns the newest plan, if it holds for these sequences."""
         if self._held is None or self._unplanned >= self._config.look_seconds:
             return None
-        if len(candidates) != len(self._candidates) or any(
-            one.history is not other.history
-            for one, other in zip(candidates, self._candidates, strict=True)
-        ):
+        if [one.history for one in candidates] != [one.history for one in self._candidates]:
             return None
         nodes, advantage = self._held
         if self._must_check(advantage):
@@ -370,8 +358,8 @@ class Controller:
                 bank.drafted(cost + costs.reading(wait.unread), worth, is_first)
         else:
             self._since_plain = 0.0
-            beyond = costs.beyond(batch, step.rows, step.seconds + wait.lead)
-            beyond *= any(self.has_trial)  # a trial runs beside the step and slows it
+            # A trial runs beside the step and slows it.
+            beyond = any(self.has_trial) * costs.beyond(batch, step.rows, step.seconds + wait.lead)
             bank.plain(cost + passed, beyond)
             changes.suspended(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):

@@ -37,10 +37,9 @@ class CostModel:
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
-        self._kind, self._is_changed = PLAIN, False
+        self._kind, self._is_changed, self._aged = PLAIN, False, 0.0
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
-        self._aged = 0.0
 
     def plain(self, batch: int) -> float:
         """Returns the seconds of a step without drafts."""
@@ -53,9 +52,8 @@ class CostModel:
 
     def targets(self, batch: int, rows: Array) -> Array:
         """Returns the seconds of the target's part for several numbers of rows, all with drafts."""
-        return math.exp(self._more) * (
-            self.table.many(batch, rows) + self._per_token * self.context
-        )
+        bare = self.table.many(batch, rows) + self._per_token * self.context
+        return math.exp(self._more) * bare
 
     def draft(self, draft: int, sequences: int, levels: int, is_ahead: bool = False) -> float:
         """Returns the seconds that a step waits for a draft.

@@ -78,19 +78,17 @@ class Goodput:
         choices = costs.table.choices(gains, self.bins, depth, 0)
         if not len(choices.added):
             return None
-        waits = {
-            level: max(
-                costs.draft(number, count, min(int(level), kind.depth), self.changes.follows)
-                for number, kind, count in kinds
-            )
-            for level in set(choices.levels)
-        }
+        waits = dict.fromkeys(choices.levels.tolist(), 0.0)
+        for level in waits:
+            for number, kind, count in kinds:
+                wait = costs.draft(number, count, min(int(level), kind.depth), self.changes.follows)
+                waits[level] = max(waits[level], wait)
         seconds = costs.targets(batch, choices.rows)
-        seconds = seconds + np.array([waits[level] for level in choices.levels])
+        seconds = seconds + np.array([waits[level] for level in choices.levels.tolist()])
         if any(kind.is_beside for _, kind, _ in kinds):
             seconds = self.changes.burdened(seconds, not was_drafted)
         rates = (batch + choices.added) / seconds
-        index = self._best_of(rates, choices)
+        index = self._best_of(rates, choices, deviations > 0)
         nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
         rows = int(choices.rows[index]) if costs.table.is_padded else 1 + max(nodes)
         return Best(float(rates[index]), nodes, rows, float(choices.added[index]))
@@ -113,9 +111,8 @@ class Goodput:
                 tokens = 1 + np.cumsum(gains[:, : len(sizes)], axis=1)
                 rows = 1.0 + sizes if costs.table.is_padded else batch * (1.0 + sizes)
                 ahead = self.changes.follows and kind.is_beside
-                waits = [
-                    costs.draft(number, batch, min(int(size), kind.depth), ahead) for size in sizes
-                ]
+                levels = np.minimum(sizes, kind.depth).tolist()
+                waits = [costs.draft(number, batch, level, ahead) for level in levels]
                 rates = batch * tokens / (costs.targets(batch, rows) + waits)
                 values[number] = rates.max(axis=1)
         return values
@@ -124,15 +121,13 @@ class Goodput:
         """Assigns each sequence the draft with the most tokens per second."""
         values = self.of_drafts(candidates, deviations)
         for i, one in enumerate(candidates):
-            limits = (one.limit_of(number) for number in range(len(values)))
-            values[[limit == 0 for limit in limits], i] = 0.0
+            values[[one.limit_of(number) == 0 for number in range(len(values))], i] = 0.0
         best = values.argmax(axis=0).tolist()
         for i, one in enumerate(candidates):
             current = one.history.chosen
             least = self.config.margin * values[current, i] if current >= 0 else 0.0
             if values[best[i], i] > least:
                 one.history.chosen = best[i]
-            one.history.chosen = max(one.history.chosen, 0)
 
     def of_offers(self, offers: Sequence[Offer]) -> Array:
         """Returns the expected accepted nodes of proposals that have come, [offers, bins]."""
@@ -141,8 +136,7 @@ class Goodput:
         for number, acceptance in enumerate(self.acceptance):
             own = [i for i, other in enumerate(numbers) if other == number]
             if own:
-                rows, pools = _rows(acceptance, number, [offers[i] for i in own])
-                gains[own] = acceptance.gains(rows, pools)
+                gains[own] = _gains_of(acceptance, number, [offers[i] for i in own])
         return self._within(gains, [offer.num_nodes for offer in offers])
 
     def trim(self, offers: Sequence[Offer], others: int) -> list[int]:
@@ -208,20 +202,20 @@ class Goodput:
         """Returns the tokens that verifying a proposal would have brought, less the cost of the
         verification in tokens.
         """
-        costs, acceptance = self.costs, self.acceptance[draft]
-        rows, pools = _rows(acceptance, draft, [offer])
-        gains = self._within(acceptance.gains(rows, pools), [offer.num_nodes])
-        plain, is_padded = costs.plain(batch), costs.table.is_padded
+        costs, is_padded = self.costs, self.costs.table.is_padded
+        gains = _gains_of(self.acceptance[draft], draft, [offer])
+        gains, plain = self._within(gains, [offer.num_nodes]), costs.plain(batch)
         [nodes] = self.worthwhile(gains, batch, 0 if is_padded else batch - 1, plain)
         seconds = costs.target(batch, nodes + (1 if is_padded else batch))
         return sum(node < nodes for node in right) - (seconds - plain) * batch / plain
 
-    def _best_of(self, rates: Array, choices: Choices) -> int:
+    def _best_of(self, rates: Array, choices: Choices, may_explore: bool = True) -> int:
         """Returns the index of the choice with the highest rate; on a CPU the largest of those that
-        are nearly as good: it shows most, and chances deep in trees are learnt from few outcomes.
+        are nearly as good, if it `may_explore`: it shows most, and chances deep in trees are learnt
+        from few outcomes.
         """
         best = int(np.argmax(rates))
-        if self.costs.table.is_padded:
+        if self.costs.table.is_padded or not may_explore:
             return best
         near = np.flatnonzero(self.config.margin * rates >= rates[best])
         return int(near[np.argmax(choices.added[near])])
@@ -271,7 +265,8 @@ class Goodput:
         return np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
 
 
-def _rows(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> list[list[int]]:
-    """Returns the rows and pools of proposals, for `Acceptance.gains`."""
+def _gains_of(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> Array:
+    """Returns the expected accepted nodes of a draft's proposals, by proposal and bin."""
     rows = [acceptance.row(one.history, number, one.confidence) for one in offers]
-    return [rows, [acceptance.pool(one.history, one.confidence) for one in offers]]
+    pools = [acceptance.pool(one.history, one.confidence) for one in offers]
+    return acceptance.gains(rows, pools)

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MOST_CONFIDENCE = 6  # larger confidences of drafts count as this one
-NO_TRIALS: Mapping[int, Sequence[int]] = {}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DraftHistory:
     """Results of drafting for one sequence.
 
@@ -62,6 +61,13 @@ class Candidate(NamedTuple):
         """Returns the number of tokens that a draft must read first."""
         return self.behinds[draft] if self.behinds else self.behind
 
+    def first_draft(self, num_drafts: int) -> int:
+        """Returns the draft of a sequence whose whole tree is drafted: its own one, if that may
+        draft for it, else the first that may.
+        """
+        own = max(self.history.chosen, 0)
+        return next((number for number in (own, *range(num_drafts)) if self.limit_of(number)), own)
+
 
 Candidates = Sequence[Candidate]
 
@@ -82,14 +88,6 @@ class DraftKind(NamedTuple):
     depth: int
     is_asked_first: bool = False
     is_beside: bool = False
-
-
-def first_draft(one: Candidate, num_drafts: int) -> int:
-    """Returns the draft of a sequence whose whole tree is drafted: its own one, if that may draft
-    for it, else the first that may.
-    """
-    own = max(one.history.chosen, 0)
-    return next((number for number in (own, *range(num_drafts)) if one.limit_of(number)), own)
 
 
 class Offer(NamedTuple):
@@ -123,7 +121,7 @@ class Plan(NamedTuple):
 
     nodes: list[int]
     rows: int
-    tried: Mapping[int, Sequence[int]] = NO_TRIALS
+    tried: Mapping[int, Sequence[int]] = {}
 
 
 class Wait(NamedTuple):

@@ -169,10 +169,7 @@ class GridTable:
         self._seconds = self.measured = dict(seconds)
         self.unit = self._seconds.get((1, 1)) or min(self._seconds.values())
         self._batches = sorted({batch for batch, _ in seconds})
-        self._rows = {
-            batch: sorted(rows for other, rows in seconds if other == batch)
-            for batch in self._batches
-        }
+        self._rows = {b: [num for of, num in sorted(seconds) if of == b] for b in self._batches}
         batch = self._batches[-1]
         few, many = self._rows[batch][0], self._rows[batch][-1]
         more = max(many - few, 1) * batch

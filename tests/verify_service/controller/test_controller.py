@@ -138,20 +138,17 @@ def test_a_load_that_changes_is_followed(model: StepModel) -> None:
         assert statistics.mean(trace.of_best(*span, 0.5) for trace in traces) > luck
 
 
-def test_a_slow_cpu_recovers_too() -> None:
-    loads = [Load(10.0 * i, 8, (value, value)) for i, value in enumerate([0.9, 0.1, 0.9])]
-    trace = run(CPU_CHAIN, loads, 30.0)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_slow_cpu_recovers_too(batch: int) -> None:
+    """A single sequence needs three or four wrong trees to tell; more of them by bad luck."""
+    loads = [Load(10.0 * i, batch, (value, value)) for i, value in enumerate([0.9, 0.1, 0.9])]
+    traces = [run(CPU_CHAIN, loads, 30.0, seed) for seed in range(6 if batch == 1 else 1)]
     # A second is a dozen steps there, judged by 30 plain ones.
-    width = max(1.0, 30 * CPU_CHAIN.seconds(8, 8))
-    assert min(ratio for _, ratio in trace.windows(width)) > 0.8
-    assert trace.of_plain(23.0, 30.0) > 1.05
-
-
-def test_a_single_sequence_recovers_too() -> None:
-    """It needs some wrong trees to tell, which take a second; six seeds, since that is luck."""
-    loads = [Load(10.0 * i, 1, (value, value)) for i, value in enumerate([0.9, 0.1, 0.9])]
-    traces = [run(CPU_CHAIN, loads, 30.0, seed) for seed in range(6)]
-    assert statistics.mean(trace.of_plain(10.0, 20.0) for trace in traces) > 0.93
+    width = max(1.0, 30 * CPU_CHAIN.seconds(batch, batch))
+    worst = [min(ratio for _, ratio in trace.windows(width)) for trace in traces]
+    assert min(worst[0], statistics.mean(worst)) > (0.7 if batch == 1 else 0.8)
+    assert min(worst) > 0.6
+    assert statistics.mean(trace.of_plain(10.0, 20.0) for trace in traces) > 0.95
     assert statistics.mean(trace.of_plain(23.0, 30.0) for trace in traces) > 1.05
 
 
@@ -342,12 +339,13 @@ def test_the_first_outcomes_of_a_text_are_not_counted() -> None:
 
 
 def test_the_largest_of_nearly_equal_trees_is_taken_on_a_cpu() -> None:
-    """It shows what smaller ones cannot."""
+    """It shows what smaller ones cannot, if the bank pays for that."""
     rates, levels = np.array([1.0, 1.02, 1.01, 0.9]), np.arange(4.0)
     choices = Choices(levels, levels, levels, lambda index: [index])
-    for table, best in ((TYPICAL, 2), (GridTable({(1, 1): 1.0, (1, 6): 1.1}), 1)):
+    grid = GridTable({(1, 1): 1.0, (1, 6): 1.1})
+    for table, may_explore, best in ((TYPICAL, True, 2), (TYPICAL, False, 1), (grid, True, 1)):
         goodput = Controller(CostModel(table), [DraftKind(5, 5)])._goodput
-        assert goodput._best_of(rates, choices) == best
+        assert goodput._best_of(rates, choices, may_explore) == best
 
 
 def test_most_plain_steps_of_a_suspended_draft_are_only_counted() -> None:

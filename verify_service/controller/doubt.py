@@ -1,0 +1,42 @@
+"""Doubts estimates of acceptance: weighs whether they explain the newest outcomes, or a change."""
+
+from collections import deque
+from math import exp, inf, lgamma, log
+
+from verify_service.controller.config import ControllerConfig
+
+
+class Doubt:
+    """Compares two explanations of the newest outcomes by Bayes' rule: chances are as estimated, or
+    they changed within the newest steps, to any value.
+
+    A change is expected once in `pool_memory` steps.
+
+    Args:
+        config: Numbers of the policy.
+
+    Attributes:
+        odds: Odds that chances changed.
+        chance: Mean chance of a node since the likeliest change.
+    """
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self._config = config
+        # Of each step: how many tries were right, how many wrong, how many expected to be right.
+        self._newest: deque[tuple[float, float, float]] = deque(maxlen=config.near_steps)
+        self.odds, self.chance = 0.0, 0.0
+
+    def record(self, right: float, wrong: float, expected: float) -> None:
+        """Records the outcomes of a step, and how many were expected to be right."""
+        self._newest.append((right, wrong, expected))
+        # Looks for the step since which a change explains most.
+        most, right, wrong, mean = -inf, 0.0, 0.0, 0.0
+        for step in reversed(self._newest):
+            right, wrong, mean = right + step[0], wrong + step[1], mean + step[2]
+            known = min(max(mean / max(right + wrong, 1.0), 0.01), 0.99)
+            # Logs of the outcomes' likelihoods: with any chance, all equally likely, and as known.
+            changed = lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2)
+            same = right * log(known) + wrong * log(1 - known)
+            if changed - same > most:
+                most, self.chance = changed - same, (right + 1) / (right + wrong + 2)
+        self.odds = exp(min(most, 50.0)) / self._config.pool_memory
