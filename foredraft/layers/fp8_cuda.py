@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import rounded_rows
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
@@ -46,6 +47,8 @@ class Fp8Method(LinearMethod):
 
     def __init__(self, scheme: WeightScheme) -> None:
         self._by_blocks = scheme.granularity == "block"
+        self._size = BLOCK if self._by_blocks else 0  # columns that share a scale, 0 for all
+        self.rounds = self._size
         self.is_exact = False
 
     @staticmethod
@@ -87,7 +90,7 @@ class Fp8Method(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        rows, scales = quantize_rows(x, BLOCK if self._by_blocks else 0)
+        rows, scales = quantize_rows(x, self._size)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
@@ -182,6 +185,8 @@ def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.T
 
     count, inputs = x.shape
     size = size or inputs
+    if (found := rounded_rows.kept(x, inputs // size)) is not None:
+        return found
     out = torch.empty((count, inputs), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((inputs // size, count), dtype=torch.float32, device=x.device)
     if count:

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from foredraft.layers.triton_kernels import silu_times
+from foredraft.layers.triton_kernels import rounded, silu_times
 
 
 @triton.jit
@@ -140,7 +140,6 @@ def quantize_rows(
     is_part = parts < inputs // size
     columns = row.to(tl.int64) * inputs + (parts * size)[:, None] + k[None, :]
     mask = is_part[:, None] & (k < size)[None, :]
-    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
-    tl.store(out_ptr + columns, (x / scale[:, None]).to(tl.float8e4nv), mask=mask)
+    numbers, scale = rounded(tl.load(x_ptr + columns, mask=mask, other=0.0))
+    tl.store(out_ptr + columns, numbers, mask=mask)
     tl.store(scales_ptr + parts * rows + row, scale, mask=is_part)

@@ -10,6 +10,8 @@ import functools
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import rounded_rows
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import Exchange, constants_of
 
@@ -25,6 +27,7 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
+    reader: LinearMethod | None = None,
 ) -> torch.Tensor:
     """Normalises rows.
 
@@ -32,11 +35,12 @@ def rms_norm(
         x: [..., size], the last dimension contiguous; more than two dimensions must be contiguous.
         out: Result [rows, size] with contiguous rows; may be a part of wider rows. None allocates
             it.
+        reader: Method of the layer that reads the result first, None if there is none.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
-    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None)
-    return result if out is not None else result.view(x.shape)
+    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None, reader)
+    return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
 
 def norm_of_rows(
@@ -68,6 +72,7 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
+    reader: LinearMethod | None = None,
 ) -> torch.Tensor:
     """Adds delta to the stream in place, and normalises the sum.
 
@@ -77,6 +82,7 @@ def add_norm(
         group: Ranks whose deltas are added up.
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
+        reader: Method of the layer that reads the result first, None if there is none.
     """
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
@@ -84,7 +90,8 @@ def add_norm(
         weights = post_weight, post_eps, weight, eps
         _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
     else:
-        _norm(stream, delta, post_weight, post_eps, weight, eps, full_precision, out, copy, None)
+        weights = post_weight, post_eps, weight, eps
+        _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
     return out
 
 
@@ -168,6 +175,7 @@ def _norm(
     out: torch.Tensor,
     copy: torch.Tensor | None,
     picked: torch.Tensor | None,
+    reader: LinearMethod | None = None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
@@ -175,16 +183,24 @@ def _norm(
     if not num_rows:
         return
     block = power_of_two(size)
+    numbers, scales = out, out
+    rounds = None if reader is None else reader.rounds
+    if rounds is not None:
+        numbers = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+        groups = size // rounds if rounds else 1
+        scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
+        rounded_rows.keep(out, numbers, scales)
     parts, part_stride = 1, 0
     if delta is not None and delta.dim() == 3:
         parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
     triton_kernels.norm[(num_rows,)](
         x, x if delta is None else delta, weight if post_weight is None else post_weight, weight,
-        out, x if copy is None else copy, x if picked is None else picked,
+        out, x if copy is None else copy, x if picked is None else picked, numbers, scales,
         x.stride(0), 0 if delta is None else delta.stride(0), part_stride, out.stride(0),
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
-        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),  # noqa: E501
+        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
+        ROUNDS=0 if rounds is None else rounds or 1, num_warps=min(16, max(1, block // 512)),
         **overlapped(x.device),
     )  # fmt: skip
 

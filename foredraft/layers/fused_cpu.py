@@ -12,6 +12,7 @@ else does not fit raises ValueError here, or IndexError for rows and slots that 
 import torch
 
 from foredraft.cpu import _kernels
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -23,9 +24,12 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
+    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
-    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway."""
+    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway, and are
+    never rounded.
+    """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = rows.new_empty(rows.shape) if out is None else out
     num_rows, size = rows.shape
@@ -71,10 +75,11 @@ def add_norm(
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
+    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
     """Adds delta [rows, size] to the stream in place, and normalises the sum; see
-    `fused.add_norm`.
+    `fused.add_norm`. Nothing is rounded.
     """
     if group.size > 1:
         delta = group.all_reduce(delta)

@@ -42,9 +42,12 @@ class LinearMethod(ABC):
 
     Attributes:
         is_exact: Whether `apply` gives the same bits for a row in any batch of rows.
+        rounds: Number of columns of x that share a scale, where `apply` rounds x to 8-bit floats
+            on a GPU; 0 for all, None where it does not.
     """
 
     is_exact = False
+    rounds: int | None = None
 
     def create(self, linear: "Linear", dtype: torch.dtype, device: torch.device) -> None:
         """Creates the layer's parameters, without values."""

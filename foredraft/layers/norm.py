@@ -1,9 +1,12 @@
 """Root-mean-square normalisation."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from foredraft.layers.linear import Linear, LinearMethod
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
@@ -22,7 +25,11 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: [size]. The loader adds an offset that checkpoints leave out (Gemma's 1).
+        reader: Returns the layer that reads the results of `forward` and `add` first. On a GPU
+            these are rounded to 8-bit floats at once where it would do that.
     """
+
+    reader: Callable[[], Linear] | None = None
 
     def __init__(
         self, size: int, eps: float, full_precision: bool, dtype: torch.dtype, device: torch.device
@@ -42,7 +49,7 @@ class RMSNorm(nn.Module):
         """
         weight = self.weight
         if (kernels := kernels_for(x, weight, out)) is not None:
-            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out)
+            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out, self._method())
         result = self._norm(x)
         return result if out is None else out.copy_(result)
 
@@ -90,7 +97,15 @@ class RMSNorm(nn.Module):
         if (kernels := kernels_for(stream, weight, delta, post_weight, copy)) is not None:
             first = None if post is None else (post.weight, post.eps)
             return kernels.add_norm(
-                stream, delta, weight, self.eps, self.full_precision, first, copy, group
+                stream,
+                delta,
+                weight,
+                self.eps,
+                self.full_precision,
+                first,
+                copy,
+                group,
+                self._method(),
             )
         if group.size > 1:
             delta = group.all_reduce(delta)
@@ -98,6 +113,9 @@ class RMSNorm(nn.Module):
         if copy is not None:
             copy.copy_(stream)
         return self._norm(stream)
+
+    def _method(self) -> LinearMethod | None:
+        return None if self.reader is None else self.reader().method
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         if self.full_precision:

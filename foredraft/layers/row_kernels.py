@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from foredraft.layers import fused, fused_cpu
+from foredraft.layers.linear import LinearMethod
 from foredraft.parallel.group import SINGLE, Group
 
 
@@ -18,6 +19,7 @@ class RowKernels(Protocol):
         eps: float,
         full_precision: bool,
         out: torch.Tensor | None = None,
+        reader: LinearMethod | None = None,
     ) -> torch.Tensor: ...
     def norm_of_rows(
         self,
@@ -39,6 +41,7 @@ class RowKernels(Protocol):
         post: tuple[torch.Tensor, float] | None = None,
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
+        reader: LinearMethod | None = None,
     ) -> torch.Tensor: ...
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float

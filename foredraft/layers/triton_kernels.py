@@ -30,15 +30,27 @@ def _added(x, delta, post, size, post_eps, POST: tl.constexpr, FULL: tl.constexp
 
 
 @triton.jit
+def rounded(x):
+    """Rows [n, size] as 8-bit floats, and the scale of each."""
+    x = x.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / 448.0, 1e-12)
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def norm(
-    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr,
+    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr, rounded_ptr, scales_ptr,
     x_stride, delta_stride, part_stride, out_stride, copy_stride, size, eps, post_eps,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
-    PICKS: tl.constexpr, FULL: tl.constexpr, DEPENDENT: tl.constexpr,
+    PICKS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises one row: x += delta, or the norm of delta; a copy of x; the norm of x. delta
     is a sum of PARTS. With PICKS the row of x is the one that picked_ptr names, and nothing is
     added.
+
+    Args:
+        ROUNDS: Columns that share a scale of the norm's 8-bit floats, a power of two; 1 where all
+            do, 0 where they are not made.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -66,6 +78,16 @@ def norm(
         tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
     result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
     tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+    if ROUNDS:
+        # Columns that are not there are zeros.
+        PARTS_OF_ROW: tl.constexpr = 1 if ROUNDS == 1 else BLOCK // ROUNDS
+        parts = tl.reshape(result, [PARTS_OF_ROW, BLOCK // PARTS_OF_ROW])
+        numbers, scales = rounded(parts)
+        numbers = tl.reshape(numbers, [BLOCK])
+        tl.store(rounded_ptr + row * size + columns, numbers, mask=is_column)
+        part = tl.arange(0, PARTS_OF_ROW)
+        is_part = part * (BLOCK // PARTS_OF_ROW) < size
+        tl.store(scales_ptr + part * tl.num_programs(0) + row, scales, mask=is_part)
 
 
 @triton.jit

@@ -76,7 +76,9 @@ class DecoderLayer(nn.Module):
             config, layer, config.hidden_size, dtype, device, group
         )
         self.attention_norm = norm()
+        self.attention_norm.reader = lambda: self.attention.qkv
         self.mlp_norm = norm()
+        self.mlp_norm.reader = lambda: self.mlp.gate_up
         self.attention_post_norm = norm() if config.sandwich_norms else None
         self.mlp_post_norm = norm() if config.sandwich_norms else None
 

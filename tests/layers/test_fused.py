@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers import fused
+from foredraft.layers import fused, rounded_rows
+from foredraft.layers.fp8_cuda import quantize_rows
+from foredraft.layers.linear import PlainMethod
 from foredraft.layers.mlp import ACTIVATIONS
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
-from testing.triton_device import DEVICE, needs_gpu, needs_triton
+from testing.triton_device import DEVICE, needs_gpu, needs_triton, true_casts
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -97,6 +99,29 @@ def test_adding_and_norm(dtype, with_post, with_copy):
     close(got, want, dtype)
     close(wide[:, size : 2 * size], want_copy, dtype)
     assert torch.equal(moved_delta.cpu(), delta)
+
+
+@pytest.mark.parametrize("rounds", [0, 128])  # a scale for a row, or for its blocks
+@pytest.mark.parametrize("size", [384, 4096])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_rounding_with_the_norm_is_rounding_after_it(monkeypatch, dtype, size, rounds):
+    true_casts(monkeypatch)
+    stream, delta, weight = (
+        random(*shape, dtype=dtype, seed=seed).to(DEVICE)
+        for seed, shape in enumerate(((70, size), (70, size), (size,)))
+    )
+    reader = PlainMethod()
+    reader.rounds = rounds
+    for got in (
+        fused.rms_norm(stream, weight, 1e-5, False, None, reader),
+        fused.add_norm(stream, delta, weight, 1e-5, False, reader=reader),
+    ):
+        kept = rounded_rows.kept(got, size // rounds if rounds else 1)
+        assert kept is not None
+        numbers, scales = quantize_rows(got.clone(), rounds)
+        assert torch.equal(kept[0].view(torch.uint8), numbers.view(torch.uint8))
+        assert torch.equal(kept[1], scales)
+    assert rounded_rows.kept(fused.rms_norm(stream, weight, 1e-5, False), 1) is None
 
 
 def rope(kind, factor=1.0):
