@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import exact_gemm
+from foredraft.layers import exact_gemm, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
@@ -44,6 +44,7 @@ class WordsMethod(LinearMethod):
         self._bits, self._dtype = scheme.bits, dtype
         self._group = scheme.group_size or num_inputs
         self._unit, self._parts = _cuts(scheme, num_inputs, num_outputs)
+        self._is_native = False
 
     @staticmethod
     def takes(matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype) -> bool:
@@ -59,6 +60,9 @@ class WordsMethod(LinearMethod):
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
         numbers, bits = matrix.numbers, self._bits
+        self._is_native = bits == 4 and words_native.takes(
+            numbers.device, self._dtype, numbers.shape[1], self._group, self._unit
+        )
         if numbers.dtype == torch.int8:
             numbers = (numbers.short() + 128).to(torch.uint8)
         num_outputs, num_inputs = numbers.shape
@@ -95,6 +99,10 @@ class WordsMethod(LinearMethod):
 
         rows, words = x.shape[0], linear.weight.shape[1]
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
+        if self._is_native and words_native.supports(rows, outputs):
+            found = words_native.multiply(linear, x, self._group, self._parts, gated)
+            if found is not None:
+                return found
         out = x.new_empty((rows, outputs))
         is_few = self._is_few(rows)
         block_m, block_n, warps, stages = self._tile(rows, outputs, gated)

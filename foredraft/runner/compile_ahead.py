@@ -1,4 +1,4 @@
-"""Compiles Triton kernels side by side before they are launched, which takes most of a first start
+"""Compiles kernels side by side before they are launched, which takes most of a first start
 otherwise; and gets Triton ready while a model is loaded.
 
 It uses hooks of Triton that other releases may lack. Whatever is not compiled here is compiled when
@@ -16,6 +16,7 @@ import torch
 
 from foredraft.cpu.threads import num_cores
 from foredraft.kernel_launch import no_collection
+from foredraft.layers.cuda_programs import taken
 from foredraft.layers.fused import rms_norm
 
 logger = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) ->
             _noting(compiled),
             ThreadPoolExecutor(num_threads, "compile", torch.cuda.set_device, (number,)) as threads,
         ):
-            _find(runs[:1], compiling, threads)
+            _find(runs[:1], compiling, threads, compiled)
             # Whether the cache lacks one is known as soon as one is compiled.
             if any(compiled for _ in as_completed(list(compiling.values()))):
-                _find(runs[1:], compiling, threads)
+                _find(runs[1:], compiling, threads, compiled)
             for kernel in compiling.values():
                 kernel.result()
     except Exception as error:
@@ -91,7 +92,10 @@ def compile_ahead(runs: Sequence[Callable[[], object]], device: torch.device) ->
 
 
 def _find(
-    runs: Sequence[Callable[[], object]], compiling: _Compiling, threads: ThreadPoolExecutor
+    runs: Sequence[Callable[[], object]],
+    compiling: _Compiling,
+    threads: ThreadPoolExecutor,
+    compiled: list[str],
 ) -> None:
     """Captures functions without their kernels, which the threads begin to compile at once.
 
@@ -110,6 +114,15 @@ def _find(
             compiling[kernel] = threads.submit(_compile, fn.jit_function, data)
         return True  # neither compiled nor launched
 
+    def load(name: str, load_kernel: Callable[[], bool]) -> None:
+        if load_kernel():
+            compiled.append(name)
+
+    def take(name: str, load_kernel: Callable[[], bool]) -> None:
+        kernel = "", "", name
+        if kernel not in compiling:
+            compiling[kernel] = threads.submit(load, name, load_kernel)
+
     graphs = [torch.cuda.CUDAGraph(keep_graph=True) for _ in runs]  # never made executable
     pool = torch.cuda.graph_pool_handle()
     knobs.runtime.jit_cache_hook = skip
@@ -117,6 +130,7 @@ def _find(
         for run, graph in zip(runs, graphs, strict=True):
             with (
                 no_collection(),
+                taken(take),
                 # Kernels may be loaded meanwhile.
                 torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
             ):

@@ -1,0 +1,110 @@
+// Instructions of Hopper GPUs as functions; compiled in front of each kernel in CUDA C++.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bfloat;  // bits of a bfloat16
+
+#define DEVICE __device__ __forceinline__
+#define SHARED extern __shared__ __align__(1024) unsigned char shared[]
+#define KERNEL(THREADS) extern "C" __global__ void __launch_bounds__(THREADS)
+
+DEVICE u32 address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Without a hint for the L2 cache: ptxas of CUDA 13.0 makes illegal instructions of some copies with
+// one.
+DEVICE void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Not `ld.global.nc`: ptxas moves such loads behind the wait for the kernel before.
+DEVICE u32 load_word(const u32* from) {
+  u32 word;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+
+// Barriers of copies: one thread expects bytes, any wait for them.
+DEVICE void make_barrier(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory"); }
+
+DEVICE void end_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void expect_bytes(u32 barrier, u32 count) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+DEVICE void copy_piece(u32 to, const void* from, u32 count, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
+}
+
+DEVICE void wait_for_bytes(u32 barrier, u32 phase) {
+  asm volatile("{\n.reg .pred p;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN%=;\n}"
+               ::"r"(barrier), "r"(phase) : "memory");
+}
+
+DEVICE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LATER> DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+DEVICE void meet_block() { __syncthreads(); }
+
+DEVICE void meet_warp() { __syncwarp(); }
+
+DEVICE void load8(u32* into, u32 at) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(into[0]), "=r"(into[1]) : "r"(at) : "memory");
+}
+
+DEVICE u32 load4(u32 at) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+
+DEVICE void store4(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+
+DEVICE float as_float(u32 word) { return __uint_as_float(word); }
+
+DEVICE void load_matrices(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+
+DEVICE u32 select_bytes(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
+
+// (number - zero) * scale as bfloat16 of the numbers in bits 0 to 3 and 16 to 19, rounded once;
+// `zeros` holds -(128 + zero point), `scales` the scale, twice each.
+DEVICE u32 weights_of(u32 numbers, u32 zeros, u32 scales) {
+  u32 both;
+  asm("{\n.reg .b32 t;\nlop3.b32 t, %1, 0x000f000f, 0x43004300, 0xea;\n"
+      "fma.rn.bf16x2 t, t, %4, %2;\nfma.rn.bf16x2 %0, t, %3, %5;\n}"
+      : "=r"(both) : "r"(numbers), "r"(zeros), "r"(scales), "r"(0x3f803f80u), "r"(0x80008000u));
+  return both;
+}
+
+// sum += a b for bfloat16, 16 x 16 by 16 x 8.
+DEVICE void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE float to_float(bfloat bits) { return __uint_as_float((u32)bits << 16); }
+
+DEVICE bfloat rounded(float x) {
+  bfloat bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+// The instructions that Triton makes of x / (1 + exp(-x)).
+DEVICE float silu(float x) {
+  float power, result;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(0.0f - x, __uint_as_float(0x3fb8aa3bu))));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(__fadd_rn(1.0f, power)));
+  return result;
+}

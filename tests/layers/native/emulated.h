@@ -1,0 +1,181 @@
+// Stands in for native_common.cuh: runs kernels on a CPU, a thread for each thread of a block, one
+// block after the other. Copies are done at once, so that it shows wrong indexes, not wrong waits.
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bfloat;
+
+#define DEVICE inline
+#define SHARED unsigned char* shared = shared_memory
+#define KERNEL(THREADS) \
+  const int num_threads = THREADS; \
+  void
+
+struct Index {
+  int x;
+};
+
+// What the lanes of a warp hand to each other.
+struct Warp {
+  std::barrier<> all{32};
+  u32 addresses[32], a[32][4], b[32][2];
+};
+
+thread_local Index threadIdx, blockIdx;
+alignas(1024) unsigned char shared_memory[1 << 18];
+std::vector<std::unique_ptr<Warp>> warps;
+std::unique_ptr<std::barrier<>> block;
+
+Warp& own_warp() { return *warps[threadIdx.x / 32]; }
+
+u32 address(const void* at) { return (u32)((const unsigned char*)at - shared_memory); }
+void copy16(u32 to, const void* from) {
+  if ((to | (uintptr_t)from) % 16) abort();
+  memcpy(shared_memory + to, from, 16);
+}
+u32 load_word(const u32* from) { return *from; }
+
+// A barrier of copies: its phase ends when the bytes that were expected have come.
+struct Barrier {
+  bool is_expecting = false;
+  long missing = 0;
+  std::atomic<u32> phase = 0;
+  void end_if_done() {
+    if (is_expecting && !missing) is_expecting = false, phase ^= 1;
+  }
+};
+std::mutex barriers_lock;
+std::map<u32, Barrier> barriers_by_address;
+
+void make_barrier(u32 at) {
+  if (at % 8) abort();
+  std::lock_guard lock(barriers_lock);
+  barriers_by_address.erase(at);
+  barriers_by_address[at];
+}
+void end_barriers() {}
+void expect_bytes(u32 at, u32 count) {
+  std::lock_guard lock(barriers_lock);
+  Barrier& barrier = barriers_by_address.at(at);
+  if (barrier.is_expecting) abort();
+  barrier.is_expecting = true, barrier.missing += count;
+  barrier.end_if_done();
+}
+void copy_piece(u32 to, const void* from, u32 count, u32 at) {
+  if ((to | (uintptr_t)from | count) % 16) abort();
+  std::lock_guard lock(barriers_lock);
+  memcpy(shared_memory + to, from, count);
+  Barrier& barrier = barriers_by_address.at(at);
+  barrier.missing -= count;
+  barrier.end_if_done();
+}
+void wait_for_bytes(u32 at, u32 phase) {
+  Barrier* barrier;
+  {
+    std::lock_guard lock(barriers_lock);
+    barrier = &barriers_by_address.at(at);
+  }
+  while (barrier->phase == phase) std::this_thread::yield();
+}
+void end_copies() {}
+template <int LATER> void wait_for_copies() {}
+void wait_for_kernel_before() {}
+void let_next_kernel_start() {}
+void meet_block() { block->arrive_and_wait(); }
+void meet_warp() { own_warp().all.arrive_and_wait(); }
+
+u32 load4(u32 at) {
+  u32 word;
+  memcpy(&word, shared_memory + at, 4);
+  return word;
+}
+void load8(u32* into, u32 at) {
+  if (at % 8) abort();
+  into[0] = load4(at), into[1] = load4(at + 4);
+}
+float as_float(u32 word) {
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
+}
+void store4(u32 at, float x) { memcpy(shared_memory + at, &x, 4); }
+using std::min;
+void load_matrices(u32* r, u32 at) {
+  Warp& warp = own_warp();
+  const int lane = threadIdx.x % 32;
+  warp.addresses[lane] = at;
+  meet_warp();
+  for (int i = 0; i < 4; i++) r[i] = load4(warp.addresses[8 * i + lane / 4] + lane % 4 * 4);
+  meet_warp();
+}
+u32 select_bytes(u32 a, u32 b, u32 which) {
+  const u64 both = (u64)b << 32 | a;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) out |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+  return out;
+}
+
+float to_float(bfloat bits) {
+  const u32 word = (u32)bits << 16;
+  float x;
+  memcpy(&x, &word, 4);
+  return x;
+}
+bfloat rounded(float x) {
+  u32 word;
+  memcpy(&word, &x, 4);
+  return (word + 0x7fff + (word >> 16 & 1)) >> 16;
+}
+u32 weights_of(u32 numbers, u32 zeros, u32 scales) {
+  u32 out = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const float number = 128.0f + (numbers >> i & 15);
+    const float centred = to_float(rounded(number + to_float(zeros >> i)));
+    out |= (u32)rounded(centred * to_float(scales >> i)) << i;
+  }
+  return out;
+}
+// Element (i, k) of a is in lane i % 8 * 4 + k % 8 / 2, element (k, j) of b in j * 4 + k % 8 / 2.
+void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
+  Warp& warp = own_warp();
+  const int lane = threadIdx.x % 32;
+  memcpy(warp.a[lane], a, 16);
+  warp.b[lane][0] = b0, warp.b[lane][1] = b1;
+  meet_warp();
+  for (int r = 0; r < 4; r++) {
+    const int i = lane / 4 + r / 2 * 8, j = lane % 4 * 2 + r % 2;
+    for (int k = 0; k < 16; k++) {
+      const u32 left = warp.a[i % 8 * 4 + k % 8 / 2][i / 8 + k / 8 * 2];
+      const u32 right = warp.b[j * 4 + k % 8 / 2][k / 8];
+      sum[r] += to_float(left >> k % 2 * 16) * to_float(right >> k % 2 * 16);
+    }
+  }
+  meet_warp();
+}
+float silu(float x) { return x / (1.0f + std::exp(-x)); }
+
+template <typename Run> void run_blocks(int blocks, int threads, Run run) {
+  for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
+  block = std::make_unique<std::barrier<>>(threads);
+  for (int b = 0; b < blocks; b++) {
+    std::vector<std::thread> all;
+    for (int i = 0; i < threads; i++)
+      all.emplace_back([&, b, i] {
+        threadIdx.x = i, blockIdx.x = b;
+        run();
+      });
+    for (auto& one : all) one.join();
+  }
+}
