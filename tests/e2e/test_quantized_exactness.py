@@ -22,6 +22,13 @@ def plain(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("plain"), **sizes)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose products of few rows are all for the kernels in CUDA C++ where these run."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "vocab_size": VOCAB_SIZE}
+    return tiny_llama(tmp_path_factory.mktemp("wide"), **sizes)
+
+
 def jobs():
     rng = random.Random(5)
     made = []
@@ -91,3 +98,24 @@ def test_text_of_the_bundled_model_is_the_same_with_any_draft(kind):
 def test_text_is_the_same_with_any_draft_on_a_gpu(name, dtype, plain, tmp_path):
     write(plain, tmp_path, FORMATS[name])
     check(tmp_path, plain, device="cuda", dtype=dtype, exactness="strict", disable_cuda_graph=True)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8-block",
+        "float-channel",
+        "int8",
+        "awq",
+        "awq-64",
+        "gptq-order",
+        "packed-32",
+        "packed-channel",
+    ],
+)
+def test_text_of_captured_steps_is_the_same_with_any_draft(name, wide, tmp_path):
+    """Captured steps take the kernels of few rows, one or another by their number."""
+    write(wide, tmp_path, FORMATS[name])
+    check(tmp_path, wide, device="cuda", dtype="bfloat16", exactness="strict")
