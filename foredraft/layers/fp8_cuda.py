@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import cuda_programs, fp8_native, rounded_rows
+from foredraft.layers import rounded_rows
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
@@ -50,7 +50,6 @@ class Fp8Method(LinearMethod):
         self._size = BLOCK if self._by_blocks else 0  # columns that share a scale, 0 for all
         self.rounds = self._size
         self.is_exact = False
-        self._is_native = False
 
     @staticmethod
     def takes(matrix: Matrix, scheme: WeightScheme) -> bool:
@@ -73,9 +72,7 @@ class Fp8Method(LinearMethod):
         linear.weight = _parameter(matrix.numbers)
         scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
         linear.scales = _parameter(scales)
-        device = matrix.numbers.device
-        self.is_exact = _has_kernel(torch.cuda.get_device_capability(device))
-        self._is_native = not self._by_blocks and cuda_programs.are_supported(device)
+        self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -93,9 +90,6 @@ class Fp8Method(LinearMethod):
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        found = self._multiply_native(linear, x, gated) if self._is_native else None
-        if found is not None:
-            return found
         rows, scales = quantize_rows(x, self._size)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
@@ -110,14 +104,6 @@ class Fp8Method(LinearMethod):
             **overlapped(x.device),
         )  # fmt: skip
         return out
-
-    def _multiply_native(self, linear: Linear, x: torch.Tensor, gated: bool) -> torch.Tensor | None:
-        """Multiplies by the kernel in CUDA C++; None where it does not take x."""
-        if len(x) > fp8_native.MOST_ROWS or x.dtype != torch.bfloat16:
-            return None
-        if len(x) <= fp8_native.MOST_ROUNDED and rounded_rows.kept(x, 1) is None:
-            return fp8_native.multiply(linear, x, None, gated)
-        return fp8_native.multiply(linear, *quantize_rows(x), gated)
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""

@@ -101,58 +101,10 @@ DEVICE bfloat rounded(float x) {
   return bits;
 }
 
-// Triton's a / b.
-DEVICE float divided(float a, float b) {
-  float result;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 // The instructions that Triton makes of x / (1 + exp(-x)).
 DEVICE float silu(float x) {
-  float power;
+  float power, result;
   asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(0.0f - x, __uint_as_float(0x3fb8aa3bu))));
-  return divided(x, __fadd_rn(1.0f, power));
-}
-
-DEVICE u32 largest_of_warp(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
-
-// Four bfloat16, two in a word, over `scale` as 8-bit floats.
-DEVICE u32 small_floats(u32 first, u32 second, float scale) {
-  unsigned short low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(divided(to_float(first >> 16), scale)), "f"(divided(to_float(first), scale)));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(divided(to_float(second >> 16), scale)), "f"(divided(to_float(second), scale)));
-  return (u32)high << 16 | low;
-}
-
-DEVICE void load16(u32* into, const void* from) {
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(into[0]), "=r"(into[1]), "=r"(into[2]), "=r"(into[3]) : "l"(from) : "memory");
-}
-
-DEVICE void store16(u32 at, const u32* from) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-
-// Makes what this thread has written to shared memory visible to the matrix units.
-DEVICE void show_to_matrix_units() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int LATER> DEVICE void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
-}
-
-// Describes lines of 128 bytes, eight of them in each 1024, their 16-byte pieces swapped by line.
-DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-
-// Describes eight rows of 32 bytes, of which 16 lie together, and the next 16 so many pieces later.
-DEVICE u64 columns_at(u32 at, u32 rows) { return (u64)(at >> 4) | (u64)rows << 16; }
-
-// sum += a b for 8-bit floats, 64 x 32 by 32 x 8.
-DEVICE void multiply_tile(float* sum, u64 a, u64 b) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n}"
-               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "l"(a), "l"(b));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(__fadd_rn(1.0f, power)));
+  return result;
 }

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.layers import cuda_programs, fp8_native, words_cuda, words_native
-from foredraft.layers.fp8_cuda import Fp8Method
+from foredraft.layers import cuda_programs, words_cuda, words_native
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
@@ -95,46 +94,6 @@ def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group
     assert float((got.double() - want).norm() / want.norm()) < 5e-3
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "gated", "bias", "rounds"),
-    [
-        (1, 48, 1024, False, False, False),
-        (2, 48, 1024, False, False, True),
-        (5, 80, 1536, False, True, False),
-        (8, 112, 768, True, True, False),  # two tiles of each half
-        (1, 40, 640, True, False, True),
-    ],
-)
-def test_8_bit_floats(tmp_path, monkeypatch, rows, outputs, inputs, gated, bias, rounds):
-    monkeypatch.setattr(fp8_native, "_PROGRAM", Emulated(tmp_path, "fp8.cu", "multiply_fp8"))
-    monkeypatch.setattr(fp8_native, "multiprocessors", lambda device: 2 if outputs == 80 else 1)
-    generator = torch.Generator().manual_seed(1)
-    size = 2 * outputs if gated else outputs
-    linear = Linear(inputs, size, bias, torch.bfloat16, CPU)
-    if bias:
-        linear.bias.copy_(torch.randn(size, generator=generator))
-    weight = (torch.randn(size, inputs, generator=generator) * 64).to(torch.float8_e4m3fn)
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
-    linear.scales = (torch.rand(1, size, generator=generator) + 0.5) * inputs**-0.5 / 64
-    x = (torch.randn(rows, inputs, generator=generator) * 64).to(torch.float8_e4m3fn)
-    x_scales = (torch.rand(1, rows, generator=generator) + 0.5) / 64
-    if rounds:
-        x, x_scales = torch.randn(rows, inputs, generator=generator).bfloat16(), None
-        x[:, 7] *= 30
-    got = fp8_native.multiply(linear, x, x_scales, gated)
-    if rounds:
-        x_scales = x.float().abs().amax(1)[None] / 448
-        x = (x / x_scales.T).to(torch.float8_e4m3fn)
-    want = (x.double() * x_scales.T) @ (weight.double() * linear.scales.T).T
-    if bias:
-        want += linear.bias.double()
-    if gated:
-        gate, up = want.chunk(2, 1)
-        want = gate * torch.sigmoid(gate) * up
-    assert float((got.double() - want).norm() / want.norm()) < 5e-3
-
-
 def test_nothing_is_compiled_for_a_cpu():
     assert not cuda_programs.are_supported(CPU)
 
@@ -208,30 +167,3 @@ def test_words_have_the_bits_of_triton(monkeypatch, shape, gated, group):
         with monkeypatch.context() as patch:
             patch.setattr(words_native, "MOST_ROWS", 0)
             assert torch.equal(got, multiply(x)), rows
-
-
-@needs_gpu
-@pytest.mark.gpu
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (28672, 4096), (1536, 1024)])
-def test_8_bit_floats_have_the_bits_of_triton(monkeypatch, shape, bias):
-    device = torch.device("cuda")
-    linear = Linear(shape[1], shape[0], bias, torch.bfloat16, device)
-    if bias:
-        linear.bias.copy_(torch.randn(shape[0], device=device))
-    numbers = (torch.randn(shape, device=device) * 64).to(torch.float8_e4m3fn)
-    scales = (torch.rand(shape[0], 1, device=device) + 0.5) * shape[1] ** -0.5 / 64
-    method = linear.method = Fp8Method(WeightScheme("fp8", 8, "channel"))
-    method.set_matrix(linear, Matrix(numbers, scales))
-    launched = []
-    own = fp8_native.multiply
-    monkeypatch.setattr(fp8_native, "multiply", lambda *args: launched.append(args) or own(*args))
-    for multiply in (linear, linear.gated):
-        for rows in (1, 2, 3, 5, 7, 8):
-            x = torch.randn(rows, shape[1], device=device).bfloat16()
-            launched.clear()
-            got = multiply(x)
-            assert launched
-            with monkeypatch.context() as patch:
-                patch.setattr(fp8_native, "MOST_ROWS", 0)
-                assert torch.equal(got, multiply(x)), rows

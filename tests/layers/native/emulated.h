@@ -111,7 +111,6 @@ float as_float(u32 word) {
   return x;
 }
 void store4(u32 at, float x) { memcpy(shared_memory + at, &x, 4); }
-using std::max;
 using std::min;
 void load_matrices(u32* r, u32 at) {
   Warp& warp = own_warp();
@@ -165,63 +164,7 @@ void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
   }
   meet_warp();
 }
-float divided(float a, float b) { return a / b; }
 float silu(float x) { return x / (1.0f + std::exp(-x)); }
-
-
-void load16(u32* into, const void* from) {
-  if ((uintptr_t)from % 16) abort();
-  memcpy(into, from, 16);
-}
-void store16(u32 at, const u32* from) {
-  if (at % 16) abort();
-  memcpy(shared_memory + at, from, 16);
-}
-void show_to_matrix_units() {}
-void begin_products() {}
-void end_products() {}
-template <int LATER> void wait_for_products() { meet_block(); }
-
-float small_float(unsigned char bits) {
-  const int exponent = bits >> 3 & 15, fraction = bits & 7;
-  const float x = exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp((float)fraction, -9);
-  return bits & 128 ? -x : x;
-}
-u32 largest_of_warp(u32 x) {
-  Warp& warp = own_warp();
-  warp.addresses[threadIdx.x % 32] = x;
-  meet_warp();
-  x = *std::max_element(warp.addresses, warp.addresses + 32);
-  meet_warp();
-  return x;
-}
-u32 small_floats(u32 first, u32 second, float scale) {
-  const bfloat numbers[4] = {(bfloat)first, (bfloat)(first >> 16), (bfloat)second, (bfloat)(second >> 16)};
-  u32 out = 0;
-  for (int i = 0; i < 4; i++) {
-    const float x = to_float(numbers[i]) / scale;
-    int best = 0;  // the nearest, of two the even one
-    for (int bits = 0; bits < 127; bits++) {
-      const float far = std::fabs(std::fabs(x) - small_float(bits)), least = std::fabs(std::fabs(x) - small_float(best));
-      if (far < least || (far == least && bits % 2 == 0)) best = bits;
-    }
-    out |= (u32)(best | (x < 0 ? 128 : 0)) << 8 * i;
-  }
-  return out;
-}
-u64 tile_at(u32 at) { return at; }
-u64 columns_at(u32 at, u32 rows) { return at | (u64)rows << 32; }
-void multiply_tile(float* sum, u64 a, u64 b) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = b >> 32;
-  for (int r = 0; r < 4; r++) {
-    const int i = 16 * warp + lane / 4 + r / 2 * 8, j = lane % 4 * 2 + r % 2;
-    for (int k = 0; k < 32; k++) {
-      const u32 left = (u32)a + i * 128 + k, right = (u32)b + (k / 16 * rows + j) * 16 + k % 16;
-      // Pieces of 16 bytes of a line of 128 are swapped by the line's number.
-      sum[r] += small_float(shared_memory[left ^ (left >> 7 & 7) << 4]) * small_float(shared_memory[right]);
-    }
-  }
-}
 
 template <typename Run> void run_blocks(int blocks, int threads, Run run) {
   for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
