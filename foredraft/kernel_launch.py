@@ -68,6 +68,7 @@ def overlapped(device: torch.device) -> dict[str, bool]:
     From compute capability 9.0 on, the start of a kernel can overlap the end of the one before. A
     kernel launched so waits in every program, before its first access to anything that another
     kernel writes or reads, so that the end of each kernel still implies the end of all before it.
+    It lets the next one start once it has waited, or before where that one loads weights first.
 
     Returns:
         `launch_pdl` for the launcher and the kernel's own DEPENDENT.

@@ -200,8 +200,9 @@ def _norm(
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
         COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
-        ROUNDS=0 if rounds is None else rounds or 1, num_warps=min(16, max(1, block // 512)),
-        **overlapped(x.device),
+        ROUNDS=0 if rounds is None else rounds or 1,
+        EARLY=reader is not None and num_rows <= reader.early_rows,
+        num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
     )  # fmt: skip
 
 

@@ -44,10 +44,13 @@ class LinearMethod(ABC):
         is_exact: Whether `apply` gives the same bits for a row in any batch of rows.
         rounds: Number of columns of x that share a scale, where `apply` rounds x to 8-bit floats
             on a GPU; 0 for all, None where it does not.
+        early_rows: Number of rows up to which `apply` fetches weights on a GPU before it waits for
+            the kernel ahead, which should let it start at once.
     """
 
     is_exact = False
     rounds: int | None = None
+    early_rows = 0
 
     def create(self, linear: "Linear", dtype: torch.dtype, device: torch.device) -> None:
         """Creates the layer's parameters, without values."""

@@ -25,8 +25,8 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: [size]. The loader adds an offset that checkpoints leave out (Gemma's 1).
-        reader: Returns the layer that reads the results of `forward` and `add` first. On a GPU
-            these are rounded to 8-bit floats at once where it would do that.
+        reader: Returns the layer that reads the results of `forward` and `add` first. On a GPU its
+            method decides whether they are rounded to 8-bit floats at once, and when it may start.
     """
 
     reader: Callable[[], Linear] | None = None

@@ -42,7 +42,7 @@ def norm(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr, rounded_ptr, scales_ptr,
     x_stride, delta_stride, part_stride, out_stride, copy_stride, size, eps, post_eps,
     BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
-    PICKS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PICKS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises one row: x += delta, or the norm of delta; a copy of x; the norm of x. delta
     is a sum of PARTS. With PICKS the row of x is the one that picked_ptr names, and nothing is
@@ -51,6 +51,7 @@ def norm(
     Args:
         ROUNDS: Columns that share a scale of the norm's 8-bit floats, a power of two; 1 where all
             do, 0 where they are not made.
+        EARLY: Whether the next kernel may start before this one has waited.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -61,6 +62,8 @@ def norm(
     if POST:
         post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
     if DEPENDENT:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     source = row

@@ -44,7 +44,6 @@ class WordsMethod(LinearMethod):
         self._bits, self._dtype = scheme.bits, dtype
         self._group = scheme.group_size or num_inputs
         self._unit, self._parts = _cuts(scheme, num_inputs, num_outputs)
-        self._is_native = False
 
     @staticmethod
     def takes(matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype) -> bool:
@@ -60,9 +59,8 @@ class WordsMethod(LinearMethod):
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
         numbers, bits = matrix.numbers, self._bits
-        self._is_native = bits == 4 and words_native.takes(
-            numbers.device, self._dtype, numbers.shape[1], self._group, self._unit
-        )
+        if bits == 4 and words_native.takes(numbers, self._dtype, self._group, self._unit):
+            self.early_rows = words_native.MOST_ROWS
         if numbers.dtype == torch.int8:
             numbers = (numbers.short() + 128).to(torch.uint8)
         num_outputs, num_inputs = numbers.shape
@@ -99,7 +97,7 @@ class WordsMethod(LinearMethod):
 
         rows, words = x.shape[0], linear.weight.shape[1]
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
-        if self._is_native and words_native.supports(rows, outputs):
+        if rows <= self.early_rows:
             found = words_native.multiply(linear, x, self._group, self._parts, gated)
             if found is not None:
                 return found

@@ -10,13 +10,16 @@ import torch
 from foredraft.layers import cuda_programs
 from foredraft.layers.linear import Linear
 
-MOST_ROWS = 4  # up to which the kernel is faster than Triton's; it takes 8
+MOST_ROWS = 8
 _UNIT = 32  # words of a unit
 _GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
 _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
-_STAGES = (2, 7)  # minimum and maximum number of units of a warp in shared memory
-_ROOM = 113 * 1024  # bytes of shared memory of a block: the next kernel's block fits beside it
+_STAGES = (2, 4)  # minimum and maximum number of units of a warp in shared memory
+_MOST_RING = 96 * 1024  # bytes of the units of a block, where these are more than the minimum
+# Bytes of shared memory of a block. With the least, two blocks never share a multiprocessor: those
+# that start before the kernel ahead has ended would go to the few that are free.
+_ROOM = (116 * 1024, 227 * 1024)
 _BARRIER_BYTES = 128
 
 _PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
@@ -40,25 +43,23 @@ class Plan(NamedTuple):
     shared_bytes: int
 
 
-def takes(device: torch.device, dtype: torch.dtype, inputs: int, group: int, unit: int) -> bool:
-    """Returns whether `multiply` takes matrices of a form.
+def takes(numbers: torch.Tensor, dtype: torch.dtype, group: int, unit: int) -> bool:
+    """Returns whether `multiply` takes a matrix.
 
     Args:
+        numbers: [outputs, inputs], the 4-bit numbers.
         dtype: Type of x.
         group: Inputs that share factors.
         unit: Words of a unit, see `words_kernels`.
     """
+    outputs, inputs = numbers.shape
     return (
         dtype == torch.bfloat16
         and unit == _UNIT
         and (group in _GROUPS or group == inputs)
-        and cuda_programs.are_supported(device)
+        and outputs % (2 * _TILE) == 0  # gated products have half as many
+        and cuda_programs.are_supported(numbers.device)
     )
-
-
-def supports(rows: int, outputs: int) -> bool:
-    """Returns whether `multiply` takes so many rows of x, and outputs of the result."""
-    return rows <= MOST_ROWS and outputs % _TILE == 0
 
 
 def multiply(
@@ -70,7 +71,7 @@ def multiply(
 
     Args:
         linear: Layer with the words and factors of `WordsMethod`.
-        x: [rows, inputs].
+        x: [rows, inputs], at most `MOST_ROWS`.
         group: Inputs that share factors.
         parts: Number of parts of the inputs.
     """
@@ -112,20 +113,17 @@ def plan(
         num_units: Number of multiprocessors.
     """
     units = inputs // (parts * _UNIT * 8)
-    # Each multiprocessor has one block: blocks that start before the kernel ahead has ended go
-    # where there is room, and with several for some multiprocessors all would go to a few.
-    own = -(-outputs // _TILE // num_units)
+    own = -(-outputs // _TILE // num_units)  # each multiprocessor has one block, if that suffices
     own = max(1, min(own, _MOST_WARPS // (parts * halves)))
     warps = own * parts * halves
-    ring = warps * (_UNIT * _TILE * 4 + 64 * groups)
-    # The same for all numbers of rows that share the compiled kernel.
-    room = _ROOM - _BARRIER_BYTES - _columns(8, parts, 1, units)
+    stage_bytes = warps * (_UNIT * _TILE * 4 + 64 * groups)
     least, most = _STAGES
-    stages = max(least, min(most, units, room // ring))
-    fixed, chunk = _BARRIER_BYTES + stages * ring, units
-    while chunk > 1 and fixed + _columns(rows, parts, chunk, units) > _ROOM:
+    stages = max(least, min(most, units, _MOST_RING // stage_bytes))
+    fixed, chunk = _BARRIER_BYTES + stages * stage_bytes, units
+    while chunk > 1 and fixed + _columns(rows, parts, chunk, units) > _ROOM[1]:
         chunk -= 1
-    return Plan(own, warps, stages, chunk, fixed + _columns(rows, parts, chunk, units))
+    shared_bytes = max(_ROOM[0], fixed + _columns(rows, parts, chunk, units))
+    return Plan(own, warps, stages, chunk, shared_bytes)
 
 
 def _columns(rows: int, parts: int, chunk: int, units: int) -> int:

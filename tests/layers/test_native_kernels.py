@@ -133,7 +133,7 @@ def test_blocks_have_the_shared_memory_that_they_need(rows, groups, shape):
     found = words_native.plan(rows, outputs, inputs, parts, 2 if parts == 1 else 1, groups, 132)
     assert -(-outputs // 16 // found.own) <= 132
     assert found.stages >= 2
-    assert found.shared_bytes <= 113 * 1024
+    assert 114 * 1024 < found.shared_bytes <= 227 * 1024
 
 
 @needs_gpu
@@ -159,11 +159,10 @@ def test_words_have_the_bits_of_triton(monkeypatch, shape, gated, group):
     launched = []
     own = words_native.multiply
     monkeypatch.setattr(words_native, "multiply", lambda *args: launched.append(args) or own(*args))
-    monkeypatch.setattr(words_native, "MOST_ROWS", 8)
     for rows in (1, 2, 3, 5, 7, 8):
         x = torch.randn(rows, shape[1], device=device).bfloat16()
         got = multiply(x)
         assert launched
         with monkeypatch.context() as patch:
-            patch.setattr(words_native, "MOST_ROWS", 0)
+            patch.setattr(method, "early_rows", 0)
             assert torch.equal(got, multiply(x)), rows
