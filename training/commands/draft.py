@@ -2,16 +2,13 @@
 
 import argparse
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 
-from training.commands.parsing import Subparsers, resolve_device
+from training.commands.parsing import AddArgument, Subparsers, add_checkpoint_flags, resolve_device
 from training.progress import say
 
 ALGORITHMS = ("EAGLE3", "EAGLE", "MTP", "DFLASH", "DSPARK", "PEAGLE")
 _BLOCKS = "DFLASH, DSPARK, PEAGLE"
-AddArgument = Callable[..., object]  # of `argparse.ArgumentParser`
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -102,13 +99,7 @@ def _add_run_flags(add: AddArgument) -> None:
     add("--eval-prompts", type=int, default=128, help="held-out prompts of each domain")
     add("--eval-prompt", type=int, default=256, help="tokens of a held-out prompt")
     add("--eval-new-tokens", type=int, default=160, help="tokens written after each")
-    add(
-        "--checkpoint-every",
-        type=int,
-        default=0,
-        help="steps between checkpoints; 0 = only at the end",
-    )
-    add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
+    add_checkpoint_flags(add)
     add("--seed", type=int, default=1)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(

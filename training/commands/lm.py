@@ -2,10 +2,9 @@
 
 import argparse
 import json
-import math
 from pathlib import Path
 
-from training.commands.parsing import Subparsers, resolve_device
+from training.commands.parsing import Subparsers, add_checkpoint_flags, resolve_device
 
 
 def _repeat(text: str) -> tuple[str, int]:
@@ -59,13 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--no-compile", action="store_true", help="do not use torch.compile")
     add("--eval-every", type=int, default=0, help="steps between evaluations; 0 = only at the end")
     add("--eval-bytes", type=int, default=1_500_000, help="held-out text scored in each domain")
-    add(
-        "--checkpoint-every",
-        type=int,
-        default=0,
-        help="steps between checkpoints; 0 = only at the end",
-    )
-    add("--max-minutes", type=float, default=math.inf, help="stop with a checkpoint after so long")
+    add_checkpoint_flags(add)
     add("--resume", action="store_true", help="go on from OUT/checkpoint.pt if there is one")
     parser.set_defaults(run=_run)
 
