@@ -1,5 +1,5 @@
-"""Overlapped steps give what plain decoding gives, with several drafts of which some follow on the
-device.
+"""Several drafts, some of them on the device, leave the text of overlapped steps as plain decoding
+gives it.
 
 Between steps sequences join and leave at random, are cancelled or preempted, and drafts die.
 """
