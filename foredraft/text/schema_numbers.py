@@ -7,12 +7,10 @@ its neighbour, and a bound beyond its range would be refused or moved outwards.
 import math
 from typing import Any
 
+from foredraft.text.schema_walk import map_schemas
+
 EXACT = 2**53  # integers up to here are doubles
 FURTHEST = 2**63 - 1024  # the largest bound that is taken on both sides, a double
-_SCHEMAS_BY_NAME = frozenset(
-    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-)
-_NOT_SCHEMAS = frozenset(("default", "examples", "required", "x-guidance"))
 
 
 def kept_numbers(schema: Any) -> Any:
@@ -23,22 +21,16 @@ def kept_numbers(schema: Any) -> Any:
     Raises:
         ValueError: A constant has an integer beyond 2**53.
     """
-    if isinstance(schema, list):
-        return [kept_numbers(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            result[key] = {name: kept_numbers(part) for name, part in value.items()}
-        elif key in ("const", "enum"):
-            _check_constants(key, value)
-            result[key] = value
-        else:
-            result[key] = value if key in _NOT_SCHEMAS else kept_numbers(value)
-    _narrow(result, "minimum", 1)
-    _narrow(result, "maximum", -1)
-    return result
+    return map_schemas(schema, _with_kept_numbers)
+
+
+def _with_kept_numbers(schema: dict[str, Any]) -> dict[str, Any]:
+    for key in ("const", "enum"):
+        if key in schema:
+            _check_constants(key, schema[key])
+    _narrow(schema, "minimum", 1)
+    _narrow(schema, "maximum", -1)
+    return schema
 
 
 def _check_constants(key: str, value: Any) -> None:

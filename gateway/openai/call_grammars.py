@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from foredraft.errors import InvalidRequest
-from foredraft.text.schema_numbers import kept_numbers
+from foredraft.text.schemas import grammar_schema
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import JSON_WHITESPACE, Grammar, GrammarKind
+from foredraft.types import Grammar, GrammarKind
 from gateway.openai.harmony import MESSAGE
 from gateway.openai.tools import Convention, ToolUse
 
@@ -170,15 +170,10 @@ def is_text(schema: Any) -> bool:
 
 
 def _json(schema: dict[str, Any], field: str = "tools") -> str:
-    options = schema.get("x-guidance", {})
-    if not isinstance(options, dict):
-        raise InvalidRequest(field, "x-guidance in a schema is an object")
-    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
     try:
-        kept = kept_numbers(schema)
+        return f"%json {json.dumps(grammar_schema(schema))}"
     except ValueError as error:
         raise InvalidRequest(field, str(error)) from None
-    return f"%json {json.dumps({**kept, 'x-guidance': {**bound, **options}})}"
 
 
 def _literal(text: str) -> str:

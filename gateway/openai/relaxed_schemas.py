@@ -1,10 +1,10 @@
 """JSON schemas of functions that are not strict: what no grammar can say is left open."""
 
-import json
 import re
 from typing import Any
 
 from foredraft.text.schema_numbers import kept_numbers
+from foredraft.text.schema_walk import map_schemas
 
 # What a pattern may have that a grammar's regex has not: look-around, word boundaries, and
 # references to a group.
@@ -22,7 +22,7 @@ def relaxed(schema: dict[str, Any]) -> dict[str, Any]:
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict):
         return schema  # the grammar says what is wrong with it
-    found: dict[str, Any] = json.loads(json.dumps(schema), object_hook=_without_unsayable)
+    found: dict[str, Any] = map_schemas(schema, _without_unsayable)
     return found | {"x-guidance": {"lenient": True, "coerce_one_of": True, **options}}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from foredraft.text.schema_numbers import kept_numbers
-from foredraft.types import JSON_WHITESPACE, GrammarKind
+from foredraft.text.schemas import grammar_schema
+from foredraft.types import GrammarKind
 
 TEXT = r"/(.|\n)*/"
 # Without no_forcing, where only one text can follow, only the tokenizer's own way to cut it would
@@ -43,12 +43,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object")
-    options = schema.get("x-guidance", {})
-    if not isinstance(options, dict):
-        raise ValueError("x-guidance is an object")
-    # llguidance would not look at whitespace_flexible beside a pattern.
-    bound = {} if "whitespace_flexible" in options else {"whitespace_pattern": JSON_WHITESPACE}
-    return {**kept_numbers(schema), "x-guidance": {**bound, **options}}
+    return grammar_schema(schema)
 
 
 def _structural_tag(given: Any) -> str:
