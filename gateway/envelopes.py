@@ -28,7 +28,16 @@ def is_anthropic(path: str) -> bool:
 
 def anthropic(error: Exception) -> dict[str, Any]:
     """Returns Anthropic's error object for an exception."""
-    return anthropic_of(errors.http_error(error).status, errors.envelope(error)["error"]["message"])
+    found = anthropic_of(
+        errors.http_error(error).status, errors.envelope(error)["error"]["message"]
+    )
+    if isinstance(error, errors.UnsupportedThread):
+        # Anthropic's client sends whole conversations once it reads this.
+        found["error"]["details"] = {
+            "error_code": "thread_unsupported_request",
+            "unsupported": ["thread"],
+        }
+    return found
 
 
 def anthropic_of(status: int, message: str) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class UnknownPrevious(UnknownResponse):
     """The response that a request continues is not kept for the caller."""
 
 
+class UnsupportedThread(InvalidRequest):
+    """The request begins or continues a conversation that an Anthropic server would keep."""
+
+
 class BodyTooLarge(ForedraftError):
     """The HTTP body is over --max-body-bytes."""
 

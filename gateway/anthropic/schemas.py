@@ -6,6 +6,7 @@ from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from gateway import remedies
+from gateway.errors import UnsupportedThread
 from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody, Loose
 from gateway.openai.reasoning import switch_variables
@@ -257,3 +258,10 @@ class MessagesBody(CountBody):
     top_p: float | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
+    thread: dict[str, Any] | None = None
+
+    def check(self, can_think: bool) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        super().check(can_think)
+        if self.thread is not None:
+            raise UnsupportedThread("thread", "conversations are not kept: send all messages")

@@ -1,4 +1,4 @@
-"""POST /v1/responses; GET and DELETE of stored responses."""
+"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of stored responses."""
 
 import contextlib
 import secrets
@@ -22,28 +22,41 @@ from gateway.responses.answers import Answer
 from gateway.responses.events import Events
 from gateway.responses.input_items import input_items, page
 from gateway.responses.items import Conversation
-from gateway.responses.schemas import Item, ResponsesBody
+from gateway.responses.schemas import CountBody, Item, ResponsesBody
 from gateway.responses.store import ResponseStore, Turn, conversation
 from gateway.security.limits import current_caller
 from gateway.serving import Serving
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One request.
+class Asked:
+    """What a request asks, with the turns before it.
 
     Attributes:
         owner: Name of the caller that may read the response later.
         before: Turn that the request continues, or None.
         items: Input as items.
-        chat: Conversation to answer.
-        answer: Renders the response.
-        events: Renders the response's events.
+        messages: The whole conversation as messages of chat completions.
     """
 
     owner: str
     before: Turn | None
     items: list[dict[str, Any]]
+    messages: list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request for an answer.
+
+    Attributes:
+        asked: What the request asks.
+        chat: Conversation to answer.
+        answer: Renders the response.
+        events: Renders the response's events.
+    """
+
+    asked: Asked
     chat: Chat
     answer: Answer
     events: Events
@@ -66,6 +79,16 @@ def make_router(serving: Serving) -> APIRouter:
                 failure = call.events.failed
                 return await event_stream(request, events, failure=failure, done=b"")
             return JSONResponse(await unless_disconnected(request, _whole(serving, store, call)))
+
+    @router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=reads(CountBody))
+    async def count_input_tokens(request: Request) -> Response:
+        """The number of tokens of such an input."""
+        body = await read(request, CountBody, serving.bounds)
+        asked = _asked(serving, store, body)
+        with naming_by(body.field):
+            prompt = await chats.render(serving, body.chat(asked.messages))
+        count = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+        return JSONResponse(count)
 
     @router.get("/v1/responses/{name}", response_model=None)
     async def response(request: Request, name: str) -> Response:
@@ -100,7 +123,7 @@ def make_router(serving: Serving) -> APIRouter:
     return router
 
 
-async def _call(serving: Serving, store: ResponseStore, body: ResponsesBody) -> Call:
+def _asked(serving: Serving, store: ResponseStore, body: CountBody) -> Asked:
     serving.check_model(body.model)
     body.check()
     owner = current_caller().name
@@ -122,16 +145,21 @@ async def _call(serving: Serving, store: ResponseStore, body: ResponsesBody) -> 
     if body.instructions is not None:
         talk.instruct(body.instructions)
     messages = [Message.model_validate(message) for message in talk.messages]
+    dumped = [item.model_dump(exclude_unset=True) for item in items]
+    return Asked(owner, before, dumped, messages)
+
+
+async def _call(serving: Serving, store: ResponseStore, body: ResponsesBody) -> Call:
+    asked = _asked(serving, store, body)
     name = f"resp_{secrets.token_hex(24)}"
-    converted = body.chat(messages)
+    converted = body.chat(asked.messages)
     with naming_by(body.field):
         chat = await chats.prepare(serving, converted, body.request_id or name)
     is_stored = store.is_on and body.store is not False
     answer = Answer(name, serving.info.model, body, chat.job.sampling.seed, is_stored)
-    dumped = [item.model_dump(exclude_unset=True) for item in items]
     reader = PartReader(chat.parser(), body.wants_logprobs)
     events = Events(answer, reader, serving.tokenizer)
-    return Call(owner, before, dumped, chat, answer, events)
+    return Call(asked, chat, answer, events)
 
 
 async def _whole(serving: Serving, store: ResponseStore, call: Call) -> dict[str, Any]:
@@ -167,8 +195,9 @@ def _keep(store: ResponseStore, call: Call, end: Completion) -> dict[str, Any]:
     """Returns the whole response, and stores it unless the request forbids that."""
     response = call.answer.ended(end, call.events.num_reasoning_tokens)
     if call.answer.is_stored:
-        items = [*call.items, *call.answer.items]
+        asked = call.asked
+        items = [*asked.items, *call.answer.items]
         store.put(
-            call.owner, call.answer.id, response, items, call.before, num_inputs=len(call.items)
+            asked.owner, call.answer.id, response, items, asked.before, num_inputs=len(asked.items)
         )
     return response

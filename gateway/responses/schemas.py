@@ -172,92 +172,44 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(ExtendedBody):
-    """POST /v1/responses."""
+class CountBody(ExtendedBody):
+    """POST /v1/responses/input_tokens."""
 
     remedies = remedies.RESPONSES
 
     model: str = ""
     input: str | Objects[Item]
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: int | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Objects[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    include: Items[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # These cannot change the text.
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    client_metadata: dict[str, Any] | None = None
     # Refused where they ask for something.
-    background: bool | None = None
-    background_options: dict[str, Any] | None = None
     conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    max_tool_calls: int | None = None
-    image: Any = None
-    access_programs: Any = None
-    # Extensions.
-    top_k: int | None = None
-    stop: str | Items[str] | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest for a field that cannot be honoured."""
         refuse(vars(self), _REFUSED)
         if self.truncation == "auto":
             raise InvalidRequest("truncation", "nothing is left out: send a shorter input")
-        for name in self.include or ():
-            if name not in _INCLUDED:
-                raise InvalidRequest("include", f"{name[:60]!r} is nothing that answers here have")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options", "needs stream: true")
-        metadata = self.metadata or {}
-        if len(metadata) > MAX_METADATA or any(
-            len(key) > 64 or len(value) > 512 for key, value in metadata.items()
-        ):
-            raise InvalidRequest(
-                "metadata", f"has at most {MAX_METADATA} keys of 64 characters with values of 512"
-            )
 
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of the text are requested."""
-        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
-
-    def chat(self, messages: list[Message]) -> ChatBody:
+    def chat(self, messages: list[Message], **fields: Any) -> ChatBody:
         """Converts the body to one of chat completions."""
         choice = self.tool_choice
         text = self.text or TextConfig()
         return ChatBody(
             model=self.model,
             messages=messages,
-            max_completion_tokens=self.max_output_tokens,
-            stop=self.stop,
-            logprobs=self.wants_logprobs or None,
-            top_logprobs=self.top_logprobs,
             response_format=None if text.format is None else text.format.converted(),
             verbosity=text.verbosity,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             tools=[tool.converted(f"tools.{i}") for i, tool in enumerate(self.tools or ())],
             tool_choice=choice.converted_choice() if isinstance(choice, ToolChoice) else choice,
             parallel_tool_calls=self.parallel_tool_calls,
+            **fields,
             **self.extensions(),
         )
 
@@ -278,3 +230,69 @@ class ResponsesBody(ExtendedBody):
             "reasoning_effort": "reasoning.effort",
         }
         return names.get(name, name)
+
+
+class ResponsesBody(CountBody):
+    """POST /v1/responses."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: Items[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # These cannot change the text.
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None
+    # Refused where they ask for something.
+    background: bool | None = None
+    background_options: dict[str, Any] | None = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+    max_tool_calls: int | None = None
+    image: Any = None
+    access_programs: Any = None
+    # Extensions.
+    top_k: int | None = None
+    stop: str | Items[str] | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a field that cannot be honoured."""
+        super().check()
+        for name in self.include or ():
+            if name not in _INCLUDED:
+                raise InvalidRequest("include", f"{name[:60]!r} is nothing that answers here have")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "needs stream: true")
+        metadata = self.metadata or {}
+        if len(metadata) > MAX_METADATA or any(
+            len(key) > 64 or len(value) > 512 for key, value in metadata.items()
+        ):
+            raise InvalidRequest(
+                "metadata", f"has at most {MAX_METADATA} keys of 64 characters with values of 512"
+            )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of the text are requested."""
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def chat(self, messages: list[Message], **fields: Any) -> ChatBody:
+        """Converts the body to one of chat completions."""
+        return super().chat(
+            messages,
+            max_completion_tokens=self.max_output_tokens,
+            stop=self.stop,
+            logprobs=self.wants_logprobs or None,
+            top_logprobs=self.top_logprobs,
+            **fields,
+        )

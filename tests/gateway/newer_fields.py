@@ -92,11 +92,24 @@ RESPONSES_FIELDS: tuple[Field, ...] = (
     ),
     *_extensions(RESPONSES),
 )  # fmt: skip
+_ONLY_RESPONSES = frozenset(
+    {
+        "max_output_tokens", "temperature", "top_p", "top_logprobs", "store", "metadata", "include",
+        "stream", "stream_options", "user", "safety_identifier", "service_tier", "prompt_cache_key",
+        "prompt_cache_options", "prompt_cache_retention", "client_metadata", "background",
+        "background_options", "prompt", "context_management", "moderation", "max_tool_calls",
+        "image", "access_programs", "top_k", "stop",
+    }
+)  # fmt: skip
+# POST /v1/responses/input_tokens has these alone.
+INPUT_TOKENS_FIELDS = tuple(
+    field for field in RESPONSES_FIELDS if field.name not in _ONLY_RESPONSES
+)
 
 _ONLY_MESSAGES = frozenset(
     {
         "max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p", "metadata",
-        "service_tier",
+        "service_tier", "thread",
     }
 )  # fmt: skip
 _CUSTOM = {"name": "f", "input_schema": {"type": "object"}}
@@ -134,6 +147,7 @@ MESSAGES_FIELDS: tuple[Field, ...] = (
         ("mcp_servers", [{"type": "url"}], "give the tools"),
         ("diagnostics", {"a": 1}, "there are none"),
         ("inference_geo", "us", "the server is where it is"),
+        ("thread", {"type": "create"}, "conversations are not kept; Anthropic's client sends them whole then"),
     ),
     *_extensions(MESSAGES),
 )  # fmt: skip

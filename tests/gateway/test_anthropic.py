@@ -343,6 +343,25 @@ def test_edits_that_would_clear_something_are_refused(
     assert answer.json()["error"]["message"].startswith("context_management.edits.0")
 
 
+def test_the_client_runs_tools(claude: anthropic.Anthropic) -> None:
+    towns: list[str] = []
+
+    @anthropic.beta_tool(input_schema=WEATHER["input_schema"])
+    def get_weather(town: str, unit: str) -> str:
+        """The weather of a town."""
+        towns.append(town)
+        return "warm"
+
+    # Its first request asks the server to keep the conversation.
+    runner = claude.beta.messages.tool_runner(
+        messages=HI, max_iterations=2, extra_body=SEED,
+        **{**FIXED, **CALLING, "tools": [get_weather]},
+    )  # fmt: skip
+    answers = list(runner)
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "tool_use"]
+    assert towns == [answer.content[0].input["town"] for answer in answers]
+
+
 def test_every_field_is_in_the_docs() -> None:
     own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     for body, fields, method in (

@@ -11,12 +11,13 @@ import httpx
 import openai
 import pytest
 from openai.resources.responses import Responses
+from openai.resources.responses.input_tokens import InputTokens
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from gateway.responses.schemas import ResponsesBody
+from gateway.responses.schemas import CountBody, ResponsesBody
 from testing.stack import CONTEXT_LENGTH
-from tests.gateway.newer_fields import RESPONSES_FIELDS
+from tests.gateway.newer_fields import INPUT_TOKENS_FIELDS, RESPONSES_FIELDS
 from tests.gateway.request_fields import Field
 
 FIXED: Any = {"model": "tiny", "max_output_tokens": 24, "temperature": 0.8}
@@ -368,11 +369,38 @@ def test_fields_are_what_the_docs_say(http: httpx.Client, field: Field) -> None:
 
 
 def test_every_field_is_in_the_docs() -> None:
-    names = [field.name for field in RESPONSES_FIELDS]
-    assert len(names) == len(set(names))
-    assert set(ResponsesBody.model_fields) == set(names)
-    theirs = set(inspect.signature(Responses.create).parameters)
-    assert theirs - {"self", "extra_headers", "extra_query", "extra_body", "timeout"} <= set(names)
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    for body, fields, method in (
+        (ResponsesBody, RESPONSES_FIELDS, Responses.create),
+        (CountBody, INPUT_TOKENS_FIELDS, InputTokens.count),
+    ):
+        names = [field.name for field in fields]
+        assert len(names) == len(set(names))
+        assert set(body.model_fields) == set(names)
+        # No model here has a choice of personalities: as any unknown field it is refused.
+        theirs = set(inspect.signature(method).parameters) - own - {"personality"}
+        assert theirs <= set(names)
+
+
+def test_tokens_are_counted(caller: openai.OpenAI) -> None:
+    count = caller.responses.input_tokens.count
+    first = create(caller)
+    for fields in (
+        {},
+        {"instructions": "Be brief."},
+        {"tools": [WEATHER], "tool_choice": "none"},
+        {"tools": [WEATHER]},
+        {"previous_response_id": first.id},
+    ):
+        counted = count(model="tiny", input="Hi é", **fields)  # type: ignore[arg-type]
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == told(caller, create(caller, **fields))[1]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        count(model="tiny", input="x", previous_response_id="resp_none")
+    assert unknown.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError) as refused:
+        count(model="tiny", input="x", extra_body={"max_output_tokens": 4})
+    assert refused.value.param == "max_output_tokens"
 
 
 def test_a_kept_response_is_not_replayed(http: httpx.Client) -> None:
