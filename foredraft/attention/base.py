@@ -131,6 +131,17 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError
 
+    def shared_rows(self, num_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """Returns how many rows of several sequences may read the keys that they share together; 0
+        if each sequence reads all of its keys itself.
+
+        Args:
+            num_rows: Number of rows of a step.
+            group_size: Query heads per KV head.
+            dtype: Type of the queries.
+        """
+        return 0
+
     def prompt_rows(self, group_size: int, kv: PagedKV) -> int | None:
         """Returns the number of rows from which on a sequence alone is computed by a kernel of its
         own; None if there is no such kernel, or none that must be compiled.

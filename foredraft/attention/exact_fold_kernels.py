@@ -6,14 +6,16 @@ and `fold` merges the segments that several programs have computed.
 import triton
 import triton.language as tl
 
-from foredraft.attention.exact_kernels import has_branches
+from foredraft.attention.exact_kernels import has_branches, shared_before
 from foredraft.attention.exact_tile_kernels import (
     add_tile,
     empty,
     is_start,
     load_query,
     load_rows,
+    load_sums,
     merge,
+    merge_parts,
     segment_of,
 )
 
@@ -89,18 +91,19 @@ def find_tails(
 
 @triton.jit(
     do_not_specialize=[
-        "first_rows", "nums_rows", "prefix_lens", "row_blocks", "num_slots", "blocks", "part_best", "part_total", "window",
-        "limit", "tails",
+        "first_rows", "nums_rows", "prefix_lens", "max_rows", "num_slots", "part_best", "part_total", "window", "limit",
+        "tails", "shared_keys",
     ]
 )  # fmt: skip
 def fold(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
-    tails, first_rows, nums_rows, prefix_lens, positions, blocks,
-    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, row_blocks, num_slots, limit,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    tails, first_rows, nums_rows, prefix_lens, positions, shared_keys,
+    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, num_slots, limit, max_rows,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr, HEADS: tl.constexpr, WINDOWED: tl.constexpr,
-    BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BRANCHED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, BEHIND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
 
@@ -112,15 +115,18 @@ def fold(
         tails: Slots that `find_tails` has written.
         AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
             registers.
-        AT_ONCE: Number of segments that are loaded before the first of them is merged.
-        BLOCK_M: Block size of `attend`, whose blocks of rows the programs enumerate.
+        AT_ONCE: See `merge_parts`.
+        BEHIND: As in `attend`.
         HEADS: Number of heads of a program, padded to BLOCK_H.
     """
-    sequence, row = _row_of(blocks, row_blocks, BLOCK_M, GROUP, LISTED)
+    sequence, row = tl.program_id(0) // max_rows, tl.program_id(0) % max_rows
     num_rows = tl.load(nums_rows + sequence)
     first_row = tl.load(first_rows + sequence)
     prefix_len = tl.load(prefix_lens + sequence)
-    if prefix_len + num_rows <= limit:  # `attend` has computed all
+    num_keys = prefix_len + num_rows
+    if BEHIND:
+        num_keys -= shared_before(shared_keys + sequence, num_slots, NEAR, SMALL, LARGE)
+    if num_keys <= limit:  # `attend` has computed all
         if DEPENDENT and tl.program_id(0) == 0:  # this kernel must not end before `attend`
             tl.extra.cuda.gdc_wait()
         return
@@ -169,29 +175,17 @@ def fold(
         num_whole = tl.where(branched, in_shared, num_whole)
     first_whole = tl.minimum(segment_of(begin, NEAR, SMALL, LARGE), num_whole)
     part = line * num_slots + first_whole
-    best, total, acc = empty(BLOCK_H, BLOCK_D)
-    num_parts = num_whole - first_whole
-    for index in tl.range(0, num_parts, AT_ONCE):
-        # All are loaded before the first is merged: a load takes longer than a merge.
-        loaded = ()
-        for ahead in tl.static_range(AT_ONCE):
-            is_part = is_head & (index + ahead < num_parts)
-            at = part_acc + (part + index + ahead)[:, None] * HEAD_DIM + dims[None, :]
-            sums = tl.load(at, mask=wanted & is_part[:, None], other=0.0)
-            bests = tl.load(part_best + part + index + ahead, mask=is_part, other=float("-inf"))
-            totals = tl.load(part_total + part + index + ahead, mask=is_part, other=0.0)
-            loaded += ((bests, totals, sums),)
-        for ahead in tl.static_range(AT_ONCE):
-            bests, totals, sums = loaded[ahead]
-            best, total, acc = merge(best, total, acc, bests, totals, sums)
+    best, total, acc = merge_parts(
+        part_best, part_total, part_acc, part, num_whole - first_whole, is_head,
+        BLOCK_H, HEAD_DIM, BLOCK_D, AT_ONCE,
+    )  # fmt: skip
 
     if BRANCHED:
         slot = line * num_slots + num_whole
         goes_on = branched & (not is_start(shared_end, NEAR, SMALL, LARGE)) & (begin < shared_end)
-        own_best = tl.load(part_best + slot, mask=is_head & goes_on, other=float("-inf"))
-        own_total = tl.load(part_total + slot, mask=is_head & goes_on, other=0.0)
-        at = part_acc + slot[:, None] * HEAD_DIM + dims[None, :]
-        own_acc = tl.load(at, mask=wanted & goes_on, other=0.0)
+        own_best, own_total, own_acc = load_sums(
+            part_best, part_total, part_acc, slot, is_head & goes_on, HEAD_DIM, BLOCK_D
+        )
         if AHEAD and branched:
             if is_start(shared_end, NEAR, SMALL, LARGE):
                 best, total, acc = merge(best, total, acc, own_best, own_total, own_acc)

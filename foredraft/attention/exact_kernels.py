@@ -14,7 +14,9 @@ from foredraft.attention.exact_tile_kernels import (
     load_pages,
     load_query,
     load_rows,
+    load_sums,
     merge,
+    merge_parts,
     segment_of,
     start_of,
 )
@@ -53,6 +55,17 @@ def add_tiles(
         best, total, acc = add_scores(scores, q, v, best, total, acc, scale, TILE, PRECISION)
         scores, slots = later_scores, later_slots
     return scores, slots, pages, (best, total, acc, all_best, all_total, all_acc)
+
+
+@triton.jit
+def shared_before(
+    shared_keys, num_slots, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr
+):
+    """Returns how many of a sequence's first keys were computed with those of others.
+
+    There is room for the sums of `num_slots` segments.
+    """
+    return tl.minimum(tl.load(shared_keys), start_of(num_slots, NEAR, SMALL, LARGE))
 
 
 @triton.jit
@@ -151,19 +164,20 @@ def add_paths(
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_lens", "table_stride", "row_blocks", "num_splits", "num_slots", "blocks",
-        "part_best", "part_total", "window", "limit", "tails",
+        "part_best", "part_total", "window", "limit", "tails", "shared_keys", "row_index",
     ]
 )  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
-    tables, tails, first_rows, nums_rows, prefix_lens, positions, blocks,
-    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, row_blocks, num_slots, limit,
-    table_stride, num_splits,
+    tables, tails, first_rows, nums_rows, prefix_lens, positions, shared_keys,
+    scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, num_slots, limit,
+    blocks, row_blocks, row_index, table_stride, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, WINDOWED: tl.constexpr,
     BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr,
-    NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, DEPENDENT: tl.constexpr,
+    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
+    NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, SHARED: tl.constexpr, BEHIND: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes all segments, or every `num_splits`th, of one block of a sequence's rows under one
     KV head.
@@ -177,6 +191,10 @@ def attend(
         SPLIT: Whether the segments of a sequence of more than `limit` keys are distributed to
             several programs; `fold` merges them.
         TOGETHER: Whether there may be sequences of fewer keys.
+        SHARED: Whether this launch computes no more than the keys that sequences share. Then a
+            "sequence" is a group of sequences whose page tables begin alike: its rows stand in
+            `row_index`, and each of them sees all of its `prefix_lens` keys.
+        BEHIND: Whether a launch with SHARED has computed the first `shared_keys` of each sequence.
     """
     kv_head = tl.program_id(1)
     if LISTED:
@@ -188,8 +206,11 @@ def attend(
     num_rows = tl.load(nums_rows + sequence)
     first_row = tl.load(first_rows + sequence)
     prefix_len = tl.load(prefix_lens + sequence)
+    behind = 0
+    if BEHIND:
+        behind = shared_before(shared_keys + sequence, num_slots, NEAR, SMALL, LARGE)
     if SPLIT and TOGETHER:
-        together = prefix_len + num_rows <= limit
+        together = prefix_len + num_rows - behind <= limit
         if together & (tl.program_id(2) > 0):
             return
     if DEPENDENT:  # lengths are older than the kernel before, which has waited for them itself
@@ -203,9 +224,13 @@ def attend(
     is_row = row < num_rows
     head = kv_head * GROUP + folded % GROUP
     token = (first_row + row).to(tl.int64)
+    if SHARED:
+        token = tl.load(row_index + token, mask=is_row, other=0).to(tl.int64)
     newest = prefix_len + row
     last_row = tl.minimum(num_rows - 1, (block * BLOCK_M + BLOCK_M - 1) // GROUP)
-    begin, end = 0, prefix_len + last_row + 1
+    begin, end = behind, prefix_len + last_row + 1
+    if SHARED:
+        end = tl.minimum(prefix_len, start_of(num_slots, NEAR, SMALL, LARGE))
     branched = False
     if BRANCHED:
         branched = has_branches(positions, first_row, num_rows, prefix_len)
@@ -218,6 +243,8 @@ def attend(
     first_segment = 0
     if SPLIT:
         first_segment = segment_of(begin, NEAR, SMALL, LARGE) + tl.program_id(2)
+        if SHARED:  # the longest first
+            first_segment = num_splits - 1 - tl.program_id(2)
         idle = start_of(first_segment, NEAR, SMALL, LARGE) >= end
         if TOGETHER:
             idle = idle & (not together)
@@ -243,6 +270,12 @@ def attend(
                 first = tl.maximum(start_of(segment, NEAR, SMALL, LARGE), begin)
                 last = tl.minimum(start_of(segment + 1, NEAR, SMALL, LARGE), end)
                 best, total, acc = empty(BLOCK_M, BLOCK_D)
+                if BEHIND:  # the segment's first tiles may be shared ones
+                    part = line * num_slots + segment
+                    goes_on = is_row & (start_of(segment, NEAR, SMALL, LARGE) < behind)
+                    best, total, acc = load_sums(
+                        part_best, part_total, part_acc, part, goes_on, HEAD_DIM, BLOCK_D
+                    )
                 pages = load_pages(table, first + tl.arange(0, TILE), last, PAGE_SIZE)
                 for start in tl.range(first, last, TILE):
                     keys = start + tl.arange(0, TILE)
@@ -256,6 +289,7 @@ def attend(
                     best, total, acc = add_tile(
                         q, k, v, seen, best, total, acc, scale, TILE, PRECISION
                     )
+                # Computed late: it would take registers while tiles are added.
                 part = line * num_slots + segment
                 tl.store(part_best + part, best, mask=is_row)
                 tl.store(part_total + part, total, mask=is_row)
@@ -264,6 +298,16 @@ def attend(
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)
         all_best, all_total, all_acc = empty(BLOCK_M, BLOCK_D)
+        if BEHIND:
+            part = line * num_slots
+            last_shared = segment_of(tl.maximum(behind - 1, 0), NEAR, SMALL, LARGE)
+            all_best, all_total, all_acc = merge_parts(
+                part_best, part_total, part_acc, part, last_shared, is_row,
+                BLOCK_M, HEAD_DIM, BLOCK_D, AT_ONCE,
+            )  # fmt: skip
+            best, total, acc = load_sums(
+                part_best, part_total, part_acc, part + last_shared, is_row & (behind > 0), HEAD_DIM, BLOCK_D
+            )  # fmt: skip
         if BLOCK_M == 128:
             sums = best, total, acc, all_best, all_total, all_acc
             whole_end = begin

@@ -94,6 +94,44 @@ def merge(best, total, acc, new_best, new_total, new_acc):
 
 
 @triton.jit
+def load_sums(
+    part_best, part_total, part_acc, part, is_there, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Loads what a segment has left for some lines: best, total and sum; nothing elsewhere."""
+    dims = tl.arange(0, BLOCK_D)
+    best = tl.load(part_best + part, mask=is_there, other=float("-inf"))
+    total = tl.load(part_total + part, mask=is_there, other=0.0)
+    at = part_acc + part[:, None] * HEAD_DIM + dims[None, :]
+    acc = tl.load(at, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return best, total, acc
+
+
+@triton.jit
+def merge_parts(
+    part_best, part_total, part_acc, part, num_parts, is_line,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merges what `num_parts` segments have left, from the one at `part` on.
+
+    Args:
+        AT_ONCE: Number of segments that are loaded before the first of them is merged: a load takes
+            longer than a merge.
+    """
+    best, total, acc = empty(BLOCK_M, BLOCK_D)
+    for index in tl.range(0, num_parts, AT_ONCE):
+        loaded = ()
+        for ahead in tl.static_range(AT_ONCE):
+            is_part = is_line & (index + ahead < num_parts)
+            place = part + index + ahead
+            sums = load_sums(part_best, part_total, part_acc, place, is_part, HEAD_DIM, BLOCK_D)
+            loaded += (sums,)
+        for ahead in tl.static_range(AT_ONCE):
+            new_best, new_total, new_acc = loaded[ahead]
+            best, total, acc = merge(best, total, acc, new_best, new_total, new_acc)
+    return best, total, acc
+
+
+@triton.jit
 def load_query(q_ptr, offsets, wanted, EIGHT_BIT: tl.constexpr):
     q = tl.load(q_ptr + offsets, mask=wanted, other=0.0)
     if EIGHT_BIT and q_ptr.dtype.element_ty == tl.bfloat16:

@@ -13,7 +13,12 @@ import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
 from foredraft.attention.device_limits import compute_units, has_room
-from foredraft.attention.triton_plan import TritonPlan, plan_of_spans, rows_outside_graphs
+from foredraft.attention.triton_plan import (
+    SharedKeys,
+    TritonPlan,
+    plan_of_spans,
+    rows_outside_graphs,
+)
 from foredraft.kernel_launch import VARIANTS, few_variants, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -31,6 +36,7 @@ _MOST_PART_BYTES = 256 << 20  # maximum size of partial sums stored for another 
 _AHEAD_PER_UNIT = 2
 _NODES = 64  # rows of a tree that are read at a time
 _AT_ONCE = 4  # number of segments that are loaded for a row of a tree before one is merged
+_MOST_AT_ONCE = 64  # number of those times rows of a block, where each row has all heads of a group
 _GRAIN = 16  # number of keys that the matrix units add at a time
 _OWN = 64  # columns for keys of the paths of a tree
 _TREE_LINES = 32  # size of a block where one program computes a tree's paths too
@@ -48,6 +54,8 @@ class _Layout:
             program computes all of them.
         limit: Maximum number of keys of a sequence whose segments one program computes.
         num_slots: Number of sums stored for each row and head.
+        shared_splits: Number of programs that the shared segments of some sequences are distributed
+            to; 0 without shared keys.
     """
 
     block_m: int
@@ -56,6 +64,7 @@ class _Layout:
     num_splits: int
     limit: int
     num_slots: int
+    shared_splits: int = 0
 
 
 class ExactAttention(AttentionBackend):
@@ -64,6 +73,10 @@ class ExactAttention(AttentionBackend):
     def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
         """See AttentionBackend."""
         return _block_rows(max_rows * group_size, dtype, kv)
+
+    def shared_rows(self, num_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """See AttentionBackend."""
+        return _block_rows(num_rows * group_size, dtype, kv) // group_size
 
     def cuts_keys(
         self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
@@ -114,46 +127,59 @@ class ExactAttention(AttentionBackend):
         num_tokens, num_heads, head_dim = queries.shape
         kv_heads = keys.shape[0]
         group = num_heads // kv_heads
-        layout = _layout(plan, group, num_tokens, queries.dtype)
+        shared = plan.shared if window is None else None
+        layout = _layout(plan, shared, group, num_tokens, queries.dtype)
         num_parts = num_tokens * num_heads * layout.num_slots
         parts = out.new_empty((num_parts, head_dim), dtype=torch.float32)
         best, total = (out.new_empty(num_parts, dtype=torch.float32) for _ in range(2))
         k_scale, v_scale = kv.scales[layer]
         arrays = (queries, keys, values, out, parts, best, total)
-        lengths = (
-            plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
-            plan.first_row if plan.blocks is None else plan.blocks,
-        )  # fmt: skip
-        numbers = (
+        lengths = plan.first_row, plan.num_rows, plan.prefix_len, plan.positions
+        shared_keys = plan.first_row if shared is None else shared.keys
+        scales = (
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
-            queries.stride(1), layout.row_blocks, layout.num_slots, layout.limit,
+            queries.stride(1), layout.num_slots,
         )  # fmt: skip
         is_split, is_branched = layout.num_splits > 1, plan.tail_mask is not None
         # Not read without branches.
         tails = plan.first_row[:, None] if plan.tails is None else plan.tails
+        room = has_room(keys.device)
         options: dict[str, Any] = {
-            "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_M": layout.block_m,
-            "BLOCK_D": max(16, power_of_two(head_dim)),
-            "WINDOWED": window is not None, "BRANCHED": is_branched, "LISTED": plan.blocks is not None,
-            "EIGHT_BIT": kv.is_8_bit, "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
+            "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim)),
+            "WINDOWED": window is not None, "BRANCHED": is_branched, "EIGHT_BIT": kv.is_8_bit,
+            "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
             "TILE": TILE, "TILES": tails.shape[1] // TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
+            "BEHIND": shared is not None,
         } | overlapped(keys.device)  # fmt: skip
+        for_tiles = {
+            "PAGE_SIZE": kv.page_size, "OWN": _OWN, "GRAIN": TILE if kv.is_8_bit else _GRAIN, "HAS_ROOM": room,
+        }  # fmt: skip
+        if shared is not None:
+            block_m = _block_rows(num_tokens * group, queries.dtype, kv)
+            others = options | for_tiles | {"BRANCHED": False, "BEHIND": False}
+            exact_kernels.attend[(len(shared.num_rows), kv_heads, layout.shared_splits)](
+                *arrays, shared.page_tables, tails, shared.first_row, shared.num_rows, shared.num_keys, plan.positions,
+                shared.keys, *scales, 0, shared.first_row, 1, shared.row_index, shared.page_tables.stride(0),
+                layout.shared_splits, **others, BLOCK_M=block_m, SPLIT=True, TOGETHER=False, LISTED=False, SHARED=True,
+                AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
+            )  # fmt: skip
+        blocks = plan.first_row if plan.blocks is None else plan.blocks
         exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
-            *arrays, plan.page_tables, tails, *lengths, *numbers, plan.page_tables.stride(0), layout.num_splits,
-            PAGE_SIZE=kv.page_size, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
-            OWN=_OWN, GRAIN=TILE if kv.is_8_bit else _GRAIN, HAS_ROOM=has_room(keys.device), **options,
-            **_tiles(layout.block_m, head_dim, queries.dtype, has_room(keys.device)),
+            *arrays, plan.page_tables, tails, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
+            plan.first_row, plan.page_tables.stride(0), layout.num_splits, **options, **for_tiles,
+            BLOCK_M=layout.block_m, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
+            LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
+            **_tiles(layout.block_m, head_dim, queries.dtype, room),
         )  # fmt: skip
         if not is_split:
             return
         heads = group if is_branched else 1
-        per_block = layout.block_m // group + 1
         is_ahead = (
             not VARIANTS.are_few
             and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv.data.device)
         )
-        exact_fold_kernels.fold[(layout.programs * per_block, num_heads // heads)](
-            *arrays, tails, *lengths, *numbers, **options,
+        exact_fold_kernels.fold[(len(plan.num_rows) * plan.max_rows, num_heads // heads)](
+            *arrays, tails, *lengths, shared_keys, *scales, layout.limit, plan.max_rows, **options,
             HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
             AHEAD=is_ahead, AT_ONCE=_AT_ONCE if is_branched else 1, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
@@ -181,7 +207,9 @@ def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, has_room: bool) -> d
     }
 
 
-def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -> _Layout:
+def _layout(
+    plan: TritonPlan, shared: SharedKeys | None, group: int, num_tokens: int, dtype: torch.dtype
+) -> _Layout:
     kv = plan.kv
     is_branched = plan.tail_mask is not None
     block_m = _block_rows(plan.max_rows * group, dtype, plan.kv)
@@ -197,12 +225,16 @@ def _layout(plan: TritonPlan, group: int, num_tokens: int, dtype: torch.dtype) -
     num_splits = 1
     if plan.blocks is None and not (VARIANTS.are_few and (is_branched or not VARIANTS.cut_keys)):
         num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
-    if num_splits < 2:
-        return _Layout(block_m, row_blocks, programs, 1, 0, 0)
+    num_slots = shared_splits = 0
+    if num_splits > 1 or shared is not None:
+        num_slots = segment_of(num_keys - 1) + 1
+    if shared is not None:
+        slot_bytes = num_tokens * group * kv.num_kv_heads * _part_bytes(kv.data.shape[-1])
+        num_slots = min(num_slots, _MOST_PART_BYTES // slot_bytes)
+        shared_splits = _splits_of(len(shared.num_rows), num_slots, kv)
     is_busy = programs * kv.num_kv_heads >= compute_units(kv.data.device)
-    limit = _SHORT if VARIANTS.are_few or is_busy else 0
-    num_slots = segment_of(num_keys - 1) + 1
-    return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots)
+    limit = _SHORT if num_splits > 1 and (VARIANTS.are_few or is_busy) else 0
+    return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots, shared_splits)
 
 
 def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: PagedKV) -> int:
@@ -219,7 +251,12 @@ def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: 
     is_short = VARIANTS.are_few and num_keys <= _SHORT
     if is_many or is_short or part_bytes > _MOST_PART_BYTES:
         return 1
-    return min(num_segments, _PROGRAMS_PER_UNIT * units // in_all)
+    return _splits_of(programs, num_segments, kv)
+
+
+def _splits_of(programs: int, num_segments: int, kv: PagedKV) -> int:
+    most = _PROGRAMS_PER_UNIT * compute_units(kv.data.device)
+    return max(1, min(num_segments, most // (programs * kv.num_kv_heads)))
 
 
 def _part_bytes(head_dim: int) -> int:

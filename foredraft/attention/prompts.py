@@ -48,6 +48,10 @@ class PromptsApart(AttentionBackend):
         """See AttentionBackend."""
         return self.others.block_rows(max_rows, group_size, dtype, kv)
 
+    def shared_rows(self, num_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
+        """See AttentionBackend."""
+        return self.others.shared_rows(num_rows, group_size, dtype, kv)
+
     def cuts_keys(
         self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
     ) -> bool:

@@ -23,6 +23,29 @@ FEW_ROWS = 16  # maximum rows times query heads of a KV head that count as few
 PROGRAMS_PER_UNIT = 4
 
 
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Names the leading keys that sequences have in common, so that a step reads them once.
+
+    A block is a few sequences whose page tables begin with the same pages.
+
+    Attributes:
+        keys: int32 [B], number of shared keys of each sequence; whole tiles, all before its rows.
+        row_index: int32 [T]: rows of the blocks' sequences, block after block.
+        first_row: int32 [N], where each block's rows begin in `row_index`.
+        num_rows: int32 [N], number of rows of each block; 0 for a block that is not there.
+        num_keys: int32 [N], number of shared keys of each block.
+        page_tables: int32 [N, P], a page table that begins with the shared pages.
+    """
+
+    keys: torch.Tensor
+    row_index: torch.Tensor
+    first_row: torch.Tensor
+    num_rows: torch.Tensor
+    num_keys: torch.Tensor
+    page_tables: torch.Tensor
+
+
 @dataclass(slots=True)
 class TritonPlan:
     """Describes a batch of B sequences with T rows to the kernels; all tensors are on the device.
@@ -52,6 +75,8 @@ class TritonPlan:
         level: Index of this plan's level in `balance`.
         tails: Slots of the keys that each row of a tree sees from the last whole tile before the
             tree on; for `exact_triton` only.
+        shared: Leading keys that are read once for several sequences; for `exact_triton` only.
+            Not with `blocks`.
     """
 
     kv: PagedKV
@@ -71,6 +96,7 @@ class TritonPlan:
     balance: Balance | None = None
     level: int = 0
     tails: torch.Tensor | None = None
+    shared: SharedKeys | None = None
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:

@@ -11,7 +11,7 @@ import torch
 from foredraft.attention import device_limits, exact_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.exact_triton import ExactAttention
-from foredraft.attention.triton_plan import plan_of_spans
+from foredraft.attention.triton_plan import SharedKeys, plan_of_spans
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
 from testing.attention_spans import batch_of
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 KERNELS = ("attend", "fold", "find_tails")
 # Rows of each sequence, tree nodes or none, and how many sequences there are.
 STEPS = {"row": (1, False, 1), "trees": (8, True, 48), "tree": (40, True, 1), "chunk": (512, False, 1)}  # fmt: skip  # noqa: E501
+SHARED_KEYS = "rows with shared keys"
 LISTED = "a chunk and a tree"  # blocks are listed, and as large as the chunk's
 
 
@@ -40,6 +41,8 @@ CASES = [
     (90, 128, BF16, None, LISTED),
     (86, 128, BF16, None, LISTED),
     (86, 256, BF16, 128, LISTED),
+    (90, 128, BF16, None, SHARED_KEYS),
+    (86, 256, BF16, None, SHARED_KEYS),
 ]
 
 
@@ -60,7 +63,8 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])
     kv = PagedKV(1, 100, 16, 8, head_dim, kept, torch.device("cpu"))
-    shapes = [STEPS[step]] if step != LISTED else [(512, False, 1), (8, True, 1)]
+    more = {LISTED: [(512, False, 1), (8, True, 1)], SHARED_KEYS: [(1, False, 80)]}
+    shapes = more.get(step) or [STEPS[step]]
     spans: list[SequenceSpan] = []
     for rows, is_tree in [(rows, is_tree) for rows, is_tree, count in shapes for _ in range(count)]:
         first = sum(span.num_rows for span in spans)
@@ -79,6 +83,9 @@ def test_attention_compiles_and_fits(monkeypatch, capability, head_dim, kept, wi
         batch.plan = plan_of_spans(batch, kv, 4)
         batch.plan.blocks = torch.zeros(2, 40, dtype=torch.int32)
     plan = backend.plan(batch, kv, (window,), 4)
+    if step == SHARED_KEYS:
+        numbers = torch.zeros(80, dtype=torch.int32)
+        plan.shared = SharedKeys(*[numbers] * 5, plan.page_tables)
     queries = torch.zeros(batch.num_rows, 32, head_dim, dtype=torch.bfloat16)
     backend.attend(plan, queries, 0, window, 0.1, torch.empty(batch.num_rows, 32 * head_dim).half())
     for recorder in recorders:
