@@ -114,6 +114,10 @@ VERIFY_SECONDS = histogram(
     "Choosing tokens, walking trees and committing in a step.",
     STEP_BUCKETS,
 )
+SHARED_KEY_STEPS = counter(
+    "foredraft_shared_key_steps_total",
+    "Engine steps that read the keys of a common beginning once for several sequences.",
+)
 STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_BUCKETS)
 RANK_SECONDS = counter(
     "foredraft_rank_seconds_total",

@@ -36,9 +36,9 @@ _RANKED_BYTES = 12
 _SCORE_BYTES = 13
 # Bytes of a logit that is capped, in float32: before it is divided, and after.
 _CAPPED_BYTES = 8
-# Sets of graphs that each keep their hidden states: without filters and with them; two-phase ones
-# without log-probabilities and with them.
-_GRAPH_SETS = 4
+# Sets of graphs that each keep their hidden states: without filters and with them, both with shared
+# keys and without; two-phase ones without log-probabilities and with them.
+_GRAPH_SETS = 6
 # Streams that work on a GPU, and the bytes that cuBLAS takes for each.
 _STREAMS, _CUBLAS_HOPPER, _CUBLAS = 3, 32 << 20, 9 << 20
 

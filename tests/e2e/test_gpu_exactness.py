@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
-from testing.engines import running_engine
-from testing.family_texts import draft_flags, jobs, texts_of
+from foredraft.text.tokenizer import Tokenizer
+from testing.engines import Job, running_engine
+from testing.family_texts import TEXTS, draft_flags, jobs, plain_jobs, texts_of
 from testing.triton_device import needs_gpu
+from verify_service.executor.captured import shared_keys
+from verify_service.metrics import SHARED_KEY_STEPS
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -72,3 +75,34 @@ def test_keys_and_values_of_8_bits_change_no_token_either(demo, kv_type):
     for algorithm, shape in (("NGRAM", (3, 1, 4)), ("EAGLE3", (5, 4, 16))):
         flags = draft_flags(algorithm, shape) | PRESSURE
         assert texts_of(demo, algorithm, "cuda", work, **settings, **flags) == expected
+
+
+def with_beginnings(demo: Path, num_tokens: int) -> list[Job]:
+    """Returns jobs of which two thirds begin with the same tokens, a half of those with more."""
+    beginning = Tokenizer.from_dir(demo).encode("\n".join(TEXTS)) * 9
+    lengths = (520, 330, 0)
+    return [
+        Job([*beginning[: lengths[i % 3]], *job.prompt], job.sampling)
+        for i, job in enumerate(plain_jobs(demo, num_tokens, spread=3))
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected_behind(demo: Path, dtype: str) -> list[list[int]]:
+    work = with_beginnings(demo, 96)
+    return texts_of(demo, "NONE", "cuda", work, dtype=dtype, disable_radix_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape"),
+    [("NONE", (0, 0, 0)), ("EAGLE3", (3, 1, 4)), ("EAGLE3", (5, 4, 16)), ("NGRAM", (3, 1, 4))],
+)
+def test_a_common_beginning_that_is_read_once_changes_no_token(
+    demo, expected_behind, dtype, algorithm, shape, monkeypatch
+):
+    monkeypatch.setattr(shared_keys, "LEAST_BYTES", 0)
+    flags = {} if algorithm == "NONE" else draft_flags(algorithm, shape)
+    before = SHARED_KEY_STEPS._value.get()
+    work = with_beginnings(demo, 96)
+    assert texts_of(demo, algorithm, "cuda", work, dtype=dtype, **flags) == expected_behind
+    assert SHARED_KEY_STEPS._value.get() - before > 10

@@ -292,8 +292,9 @@ def test_what_captured_steps_keep(gpu):
                 output = step.forward(StepKind(batch, rows, (0, 1, 2))).output
                 kept.append((output.hidden, output.streams))
                 del output
-    # Without and with filters; two-phase, without and with log-probabilities.
-    check(workspace_of(model, attention, TREE).outputs, 4 * peak.live, 1.01)
+    # Without and with filters, both without and with shared keys; two-phase, without and with
+    # log-probabilities.
+    check(workspace_of(model, attention, TREE).outputs, 6 * peak.live, 1.01)
 
 
 def request(number: int, **sampling: Any) -> Sequence:

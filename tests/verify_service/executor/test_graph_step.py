@@ -17,9 +17,9 @@ from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Job, Result, running_engine
 from testing.triton_device import INTERPRETED, needs_triton
 from verify_service.engine.overlap import OverlapScheduler
-from verify_service.executor.captured import step
+from verify_service.executor.captured import shared_keys, step
 from verify_service.grammar.matcher import CompiledGrammar
-from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS
+from verify_service.metrics import LATE_MASKS, OVERLAPPED_STEPS, SHARED_KEY_STEPS
 
 pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")]
 ASKED = (
@@ -129,3 +129,36 @@ def test_prompts_behind_running_steps(
     use_eager_graphs(monkeypatch, attention)
     assert texts() == want
     assert len(behind) > 3
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+def test_shared_keys_are_read_once(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts have a beginning in common; one of them joins later."""
+    path = make_checkpoint(tmp_path, num_hidden_layers=1)
+    beginning = [5 + i % 80 for i in range(70)]
+    work = []
+    for i, common in enumerate((70, 70, 0, 66)):
+        sampling = SamplingParams(
+            temperature=float(i % 2), seed=i, max_new_tokens=6 + 2 * (i % 3), ignore_eos=True
+        )
+        work.append(Job([*beginning[:common], 90 + i, *[7, 8, 9] * 2], sampling))
+
+    def texts() -> list[list[int]]:
+        flags = {"page_size": 8, "max_total_tokens": 384, "max_running_requests": 3}
+        drafts = {"speculative_num_draft_tokens": 3} if algorithm == "NGRAM" else {}
+        with running_engine(path, algorithm, **flags, **drafts) as harness:
+            harness.engine.draft_everything()
+            results = harness.run(work, timeout=300)
+            harness.check_nothing_left()
+        return [result.tokens for result in results]
+
+    want = texts()
+    from testing.eager_graphs import use_eager_graphs  # needs Triton
+
+    use_eager_graphs(monkeypatch, ExactAttention)
+    monkeypatch.setattr(shared_keys, "LEAST_BYTES", 0)
+    before = SHARED_KEY_STEPS._value.get()
+    assert texts() == want
+    assert SHARED_KEY_STEPS._value.get() - before > 2

@@ -4,20 +4,29 @@ from unittest.mock import MagicMock
 
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
-from verify_service.executor.captured.step import StepKind
+from verify_service.executor.captured.shared_keys import BlockSizes
 
 
 class Recorded(DecodeGraphs):
-    """Notes the steps that are run, and takes them for captured."""
+    """Notes the steps that are run, and takes them for captured.
 
-    def __init__(self) -> None:
+    Args:
+        can_share: Whether steps can read shared keys once.
+    """
+
+    def __init__(self, can_share: bool = False) -> None:
         self.shapes = PaddedShapes(2, 4)
         self.buffers = self.two_phase = MagicMock()
+        self._step = MagicMock()
+        self._step.block_sizes = lambda batch, rows: BlockSizes(2, can_share * (batch // 2), 1)
         self._steps, self.ran = {}, []  # type: ignore[assignment]
 
-    def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
-        self.ran.append((batch, rows, is_filtered))
-        self._steps[StepKind(batch, rows, self.capture, is_filtered)] = None  # type: ignore[assignment]
+    def idle_step(
+        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
+    ) -> None:
+        self.ran.append((batch, rows, is_filtered) + (shares_keys,) * shares_keys)
+        kind = self._kind(batch, rows, self.capture, is_filtered, shares_keys)
+        self._steps[kind] = None  # type: ignore[assignment]
 
 
 def test_steps_with_filters_may_wait() -> None:
@@ -31,3 +40,15 @@ def test_steps_with_filters_may_wait() -> None:
     assert made.capture_next()
     assert not made.capture_next()
     assert made.ran == [(1, 1, True), (1, 4, True)]
+
+
+def test_steps_of_shared_keys_wait_behind_them() -> None:
+    made = Recorded(can_share=True)
+    made.warm_up(())
+    made.idle_step(2, 4, shares_keys=True)  # sequences shared keys
+    made.ran.clear()
+    while made.capture_next():
+        pass
+    filtered = [(1, 1, True), (2, 1, True), (1, 4, True)]
+    both = [(2, 1, True, True), (2, 4, True, True)]
+    assert made.ran == [*filtered, (2, 1, False, True), *both]

@@ -29,6 +29,7 @@ from verify_service.executor.choice.simulation import SimulatedAcceptance
 from verify_service.executor.eager import EagerExecutor
 from verify_service.executor.ranks.workers import Ranks
 from verify_service.executor.timing import best_of_rounds
+from verify_service.metrics import SHARED_KEY_STEPS
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 MEASURE_SECONDS = 0.5  # budget for measuring captured steps, whose times hardly differ
@@ -176,7 +177,9 @@ class GraphExecutor(EagerExecutor):
         capture = capture or graphs.capture
         where = graphs.accepted[:count], graphs.accepted_index
         if not self._filler.members.is_two_phase:
-            running = graphs.start(count, num_rows, capture, self._filler.members.is_filtered)
+            flags = self._filler.members.is_filtered, self._filler.shares_keys
+            running = graphs.start(count, num_rows, capture, *flags)
+            SHARED_KEY_STEPS.inc(self._filler.shares_keys)
             outcome = DeviceOutcome(count, *where, running.output)
             return GraphRun(running, num_rows, outcome, self._vocab_size)
         step = graphs.two_phase.start(count, num_rows, capture, _has_logprobs(sequences))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from foredraft.sampling.columns import SAMPLING
 from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
 from verify_service.executor.base import Ahead
+from verify_service.executor.captured.shared_keys import COLUMNS, Group, columns_of, find_groups
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
 from verify_service.executor.choice.sampler import VerifyRows
@@ -27,6 +28,7 @@ class Members:
         sampling: Sampling columns of their records.
         is_two_phase: Whether some sequence needs a two-phase step.
         is_filtered: Whether some sequence uses top-k, top-p or min-p.
+        groups: Sequences that begin with the same pages.
     """
 
     sequences: list[RequestSequence]
@@ -34,9 +36,10 @@ class Members:
     sampling: npt.NDArray[np.void]
     is_two_phase: bool
     is_filtered: bool
+    groups: list[Group]
 
     @classmethod
-    def of(cls, sequences: list[RequestSequence], slots: list[int]) -> "Members":
+    def of(cls, sequences: list[RequestSequence], slots: list[int], page_size: int) -> "Members":
         samplings = [sequence.sampling for sequence in sequences]
         return cls(
             sequences,
@@ -44,10 +47,11 @@ class Members:
             SAMPLING.pack(samplings),
             any(map(needs_two_phases, sequences)),
             any(sampling.is_filtered for sampling in samplings),
+            find_groups([sequence.pages for sequence in sequences], page_size),
         )
 
 
-NOBODY = Members([], [], SAMPLING.pack([]), is_two_phase=False, is_filtered=False)
+NOBODY = Members([], [], SAMPLING.pack([]), is_two_phase=False, is_filtered=False, groups=[])
 
 
 class RecordFiller:
@@ -59,11 +63,14 @@ class RecordFiller:
 
     Attributes:
         members: Sequences of the newest step.
+        shares_keys: Whether the newest step reads keys that sequences share once.
     """
 
     def __init__(self, buffers: StepBuffers, simulated: SimulatedAcceptance | None) -> None:
         self._buffers, self._simulated = buffers, simulated
         self.members = NOBODY
+        self.shares_keys = False
+        self._blocks: dict[int, list[Group]] = {}  # of the members, by number of rows
 
     def fill_ahead(self, sequences: list[RequestSequence], num_rows: int, ahead: Ahead) -> None:
         """Fills in a step that starts from the sequences' state on the device.
@@ -87,12 +94,26 @@ class RecordFiller:
         self._fill_pages(records, sequences)
         slots = [sequence.slot or 0 for sequence in sequences]
         if self.members.sequences != sequences or self.members.slots != slots:
-            self.members = Members.of(sequences, slots)
+            self.members = Members.of(sequences, slots, self._buffers.page_size)
+            self._blocks = {}
         records["slot"] = slots
         records["sampling"] = self.members.sampling
+        self.shares_keys = False
         if self.members.is_two_phase:
             fill_adjustments(records, sequences, num_rows)
+        elif self.members.groups:
+            self._fill_shared_keys(records, num_rows)
         return records
+
+    def _fill_shared_keys(self, records: npt.NDArray[np.void], num_rows: int) -> None:
+        if num_rows not in self._blocks:
+            sizes = self._buffers.block_sizes(len(records), num_rows)
+            self._blocks[num_rows] = sizes.cut(self.members.groups)
+        blocks = self._blocks[num_rows]
+        self.shares_keys = bool(blocks)
+        if blocks:
+            for name, column in zip(COLUMNS, columns_of(blocks, len(records)), strict=True):
+                records[name] = column
 
     def fill_known(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
         """Fills in and uploads a step that starts from committed tokens; see `fill_ahead`."""

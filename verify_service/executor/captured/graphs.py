@@ -7,6 +7,7 @@ one download. A step may start before the host knows the outcome of the previous
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -58,7 +59,7 @@ class DecodeGraphs:
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self.pool = self._capturing.pool
         self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
-        self._later: list[tuple[int, int]] = []  # shapes to capture with filters, largest first
+        self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
     def start(
@@ -67,6 +68,7 @@ class DecodeGraphs:
         num_rows: int,
         capture: Sequence[int],
         is_filtered: bool = False,
+        shares_keys: bool = False,
     ) -> RunningStep:
         """Starts a whole step on the records that were sent.
 
@@ -74,8 +76,9 @@ class DecodeGraphs:
 
         Args:
             is_filtered: Whether the step applies top-k, top-p and min-p of the records.
+            shares_keys: Whether the step reads shared keys once, as the records say.
         """
-        kind = self._kind(num_sequences, num_rows, capture, is_filtered)
+        kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
         if self._listener is not None:
             self._listener.step(kind, num_sequences, self.buffers)
         if kind not in self._steps:
@@ -108,39 +111,47 @@ class DecodeGraphs:
             for is_filtered in (True, False)
         ]
         kinds.append(StepKind(1, 1, tuple(capture), True, True))
+        kinds += [self._kind(*shape, capture, shares_keys=True) for shape in self._can_share()]
         return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, capture: Sequence[int]) -> None:
         """Captures every shape, largest first, so that the others fit its memory; with filters only
-        that one, see `capture_next`.
+        that one, see `capture_next`, and none that reads shared keys once.
         """
         self.capture = tuple(capture)
         largest, *others = self.shapes.all()
         self.idle_step(*largest, is_filtered=True)
         for shape in (largest, *others):
             self.idle_step(*shape)
-        self._later = others
+        self._later = [
+            self._kind(*shape, capture, is_filtered, shares_keys=True)
+            for is_filtered in (True, False)
+            for shape in self._can_share()
+        ]
+        self._later += [self._kind(*shape, capture, is_filtered=True) for shape in others]
         # Others are captured when they are needed; their kernels are ready then.
         self.buffers.fill_padding(1)
         self.buffers.upload(1)
         step = self.two_phase.start(1, 1, self.capture, False)
         self.two_phase.choose(step, 0).chosen()
 
-    def idle_step(self, batch: int, rows: int, is_filtered: bool = False) -> None:
+    def idle_step(
+        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
+    ) -> None:
         """Runs a step that belongs to no sequence."""
         self.buffers.fill_padding(batch)
         self.buffers.upload(batch)
-        self.start(batch, rows, self.capture, is_filtered).chosen()
+        self.start(batch, rows, self.capture, is_filtered, shares_keys).chosen()
 
     def capture_next(self) -> bool:
-        """Captures the smallest step with filters that is missing; returns whether there was one.
+        """Captures a missing step with filters, or with shared keys; returns whether there was one.
 
         Call it while no step runs.
         """
         while self._later:
-            batch, rows = self._later.pop()
-            if StepKind(batch, rows, self.capture, True) not in self._steps:
-                self.idle_step(batch, rows, is_filtered=True)
+            kind = self._later.pop()
+            if kind not in self._steps:
+                self.idle_step(kind.batch, kind.rows, kind.is_filtered, kind.shares_keys)
                 return True
         return False
 
@@ -156,9 +167,15 @@ class DecodeGraphs:
         num_rows: int,
         capture: Sequence[int],
         is_filtered: bool = False,
+        shares_keys: bool = False,
     ) -> StepKind:
         batch = self.shapes.batch_size(num_sequences)
-        return StepKind(batch, num_rows, tuple(capture), is_filtered)
+        kind = StepKind(batch, num_rows, tuple(capture), is_filtered)
+        return replace(kind, shares_keys=shares_keys)
+
+    def _can_share(self) -> list[tuple[int, int]]:
+        """Returns the shapes of steps that can read shared keys once."""
+        return [shape for shape in self.shapes.all() if self._step.block_sizes(*shape).count]
 
     def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
         return self._capturing.record(lambda: self._compute(kind))

@@ -17,6 +17,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.sampling.triton_sampling import choose_tokens
+from verify_service.executor.captured.shared_keys import BlockSizes, shared_keys
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
 from verify_service.executor.kernels.steps import (
     Begun,
@@ -43,6 +44,7 @@ class StepKind:
         is_two_phase: Whether the step applies everything else that records can ask for; forward and
             choice are two graphs then.
         with_logprobs: Whether the step computes log-probabilities; for two-phase steps only.
+        shares_keys: Whether the step reads keys that sequences share once; not for two-phase steps.
     """
 
     batch: int
@@ -51,6 +53,7 @@ class StepKind:
     is_filtered: bool = False
     is_two_phase: bool = False
     with_logprobs: bool = False
+    shares_keys: bool = False
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class DecodeStep:
 
     Attributes:
         max_batch, max_rows, num_slots: See `StepSizes`; slot `num_slots` belongs to no sequence.
+        page_size: Number of tokens of a page.
         inputs: int32 [max_batch, STEP.size + 2 * max_rows]: records.
         tables: int32 [num_slots + 1, pages]: page tables; the last row belongs to no sequence.
         state: int32 [num_slots + 1, 2]: committed keys and newest token of each slot.
@@ -116,7 +120,7 @@ class DecodeStep:
         max_batch, max_rows, num_slots = sizes.max_batch, sizes.max_rows, sizes.num_slots
         max_tokens, max_path = sizes.max_tokens, sizes.max_path
         self.max_batch, self.max_rows, self.num_slots = max_batch, max_rows, num_slots
-        self._max_path = max_path
+        self._max_path, self.page_size = max_path, kv.page_size
         self._model, self._kv, self._attention = model, kv, attention
         self._max_tokens = max_tokens
         self._simulate = sizes.simulate
@@ -147,6 +151,13 @@ class DecodeStep:
     def without_repeats(self) -> AbstractContextManager[None]:
         """See DecoderModel."""
         return self._model.without_repeats()
+
+    def block_sizes(self, batch: int, rows: int) -> BlockSizes:
+        """Returns the sizes of blocks that read shared keys together, in steps of one shape."""
+        model = self._model
+        return BlockSizes.of(
+            self._attention, self._kv, model.group_size, model.dtype, (batch, rows)
+        )
 
     def forward(self, kind: StepKind) -> Forward:
         """Computes the first half of a step, up to the logits."""
@@ -209,6 +220,9 @@ class DecodeStep:
             # One sequence's parts are equal anyway.
             balance=Balance(self._model.dtype) if kind.batch > 1 else None,
         )
+        if kind.shares_keys:
+            num_blocks = self.block_sizes(kind.batch, kind.rows).count
+            plan.shared = shared_keys(inputs, kind.rows, tables, num_blocks)
         batch = Batch(rows.tokens, rows.positions, rows.slots, (), plan=plan)
         return batch, tables
 

@@ -15,6 +15,7 @@ from foredraft.models.decoder import ModelOutput
 from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep, pinned
 from verify_service.executor.captured.shapes import PaddedShapes
+from verify_service.executor.captured.shared_keys import BlockSizes
 from verify_service.executor.captured.step import DecodeStep, StepKind
 from verify_service.executor.records import record
 
@@ -34,6 +35,7 @@ class StepBuffers:
 
     Attributes:
         turn: Index of the newest step's buffers, 0 .. UNDER_WAY - 1.
+        page_size: Number of tokens of a page.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class StepBuffers:
         on_pages: Callable[[Sequence[PageUpdate]], None] | None = None,
     ) -> None:
         self._step, self._shapes, self._on_pages = step, shapes, on_pages
-        self.turn = 0
+        self.turn, self.page_size = 0, step.page_size
         self._blocks = pinned(UNDER_WAY, *step.inputs.shape)
         kind = record(step.max_rows)
         self._records = [block.numpy().view(kind)[:, 0] for block in self._blocks]
@@ -70,6 +72,10 @@ class StepBuffers:
         if num_sequences < batch:
             host[num_sequences:batch] = self._padding
         return host[:num_sequences]
+
+    def block_sizes(self, num_sequences: int, num_rows: int) -> BlockSizes:
+        """Returns the sizes of blocks that read shared keys together in a step."""
+        return self._step.block_sizes(self._shapes.batch_size(num_sequences), num_rows)
 
     def fill_padding(self, num_sequences: int) -> None:
         """Takes the next buffers, for a step of sequences that do not exist."""

@@ -26,7 +26,12 @@ from verify_service.executor.ranks.messages import Kind
 
 # Follows a message's header. The layers come next, then the records of all sequences, padding
 # included.
-STEP = Layout(("num_rows", np.int32), ("is_filtered", np.int32), ("with_logprobs", np.int32))
+STEP = Layout(
+    ("num_rows", np.int32),
+    ("is_filtered", np.int32),
+    ("with_logprobs", np.int32),
+    ("shares_keys", np.int32),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ class StepSender:
         self, message: Kind, kind: StepKind, num_sequences: int, buffers: StepBuffers
     ) -> None:
         header = messages.header(message, num_sequences, len(kind.capture))
-        step = messages.packed(STEP, [(kind.rows, kind.is_filtered, kind.with_logprobs)])
+        numbers = kind.rows, kind.is_filtered, kind.with_logprobs, kind.shares_keys
+        step = messages.packed(STEP, [numbers])
         layers = np.asarray(kind.capture, np.int32).tobytes()
         self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
 
@@ -181,7 +187,8 @@ class GraphFollower:
         buffers.upload(count)
         with_logprobs = bool(step["with_logprobs"])
         if kind is Kind.STEP:
-            graphs.start(count, num_rows, capture, bool(step["is_filtered"]))
+            flags = bool(step["is_filtered"]), bool(step["shares_keys"])
+            graphs.start(count, num_rows, capture, *flags)
         elif kind is Kind.GRAPH_FORWARD:
             graphs.forward(count, num_rows, capture)
             torch.cuda.current_stream().synchronize()
