@@ -36,3 +36,10 @@ def main(argv: list[str]) -> int:
     except ForedraftError as error:
         print(f"foredraft train: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"foredraft train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        remedy = "; the same command with --resume goes on" if "resume" in arguments else ""
+        print(f"foredraft train: stopped{remedy}", file=sys.stderr)
+        return 130

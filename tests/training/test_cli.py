@@ -35,16 +35,85 @@ def test_a_bundled_target_is_found_by_its_name(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--target=foredraft-demos"], "foredraft-demos: no such directory or file; known names:"),
-        (["--target=foredraft-demo"], "--data: there is no text"),
+        (["--target=foredraft-demo-eagle3"], "is no model that transformers runs: Llama"),
+        (["--data"], "--data: there is no text"),
+        (["--data={text}", "--window=500", "--text-windows=1"], "27 tokens of text are too few"),
+        (["--data={text}", "--prompt=60", "--window=99"], "27 tokens of text are too few"),
+        (["--validation={none}"], "no such file or folder"),
+        (["--validation={text}"], "--validation: there is no text of more than --eval-prompt 256"),
+        (["--validation={text}", "--eval-prompt=8", "--depth=160"], "--eval-new-tokens must be"),
+        (
+            ["--algorithm=DFLASH", "--block=23"],
+            "--window must be more than --block + 1 = 24 tokens",
+        ),
+        (["--unroll-steps=23"], "--window must be more than --unroll-steps + 1 = 24 tokens"),
+        (["--prompt=24"], "--window counts the prompt: it must be more than --prompt 24, not 24"),
+        (["--window=2049"], "--window: 2049 tokens are more than the target's 2048"),
+        (
+            ["--validation={text}", "--eval-prompt=2000"],
+            "--eval-prompt and --eval-new-tokens: 2160 tokens are more",
+        ),
+        (["--windows=0"], "give --windows, --text-windows or --free-windows"),
+        (["--steps=0"], "--steps must be at least 1, not 0"),
+        (["--batch=0"], "--batch must be at least 1, not 0"),
+        (["--text-windows=-1"], "--text-windows must be at least 0, not -1"),
+        (["--intermediate=-1"], "--intermediate must be at least 0, not -1"),
+        (["--temperature=-1"], "--temperature must be at least 0, not -1"),
+        (["--mask-token=8192"], "--mask-token must be in [0, 8191]"),
     ],
 )
 def test_bad_input_leaves_no_folder(
     flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "head"
-    assert main(["train", "draft", *flags, f"--out={out}", "--windows=2", "--device=cpu"]) == 2
+    out, text = tmp_path / "head", tmp_path / "text.py"
+    text.write_text(TEXT * 2)
+    given = ["--target=foredraft-demo", f"--data={text}", f"--out={out}", "--windows=2", *SMALL]
+    given += [flag.format(text=text, none=tmp_path / "none") for flag in flags]
+    assert main(["train", "draft", *given, "--device=cpu"]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch=0"], "--batch must be at least 1, not 0"),
+        (["--hidden=0"], "--hidden must be at least 1, not 0"),
+        (["--heads=3", "--kv-heads=2"], "--heads must be a multiple of --kv-heads"),
+        (["--batch=3", "--micro-batch=2"], "--batch must be a multiple of --micro-batch"),
+        (["--validation={none}"], "no such file or folder"),
+    ],
+)
+def test_a_language_model_needs_sizes_that_go_together(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, text = tmp_path / "model", tmp_path / "text.py"
+    text.write_text(TEXT)
+    given = [flag.format(none=tmp_path / "none") for flag in flags]
+    assert main(["train", "lm", f"--data={text}", f"--out={out}", "--device=cpu", *given]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.py"
+    text.write_text(TEXT * 40)
+    flags = ["--target=foredraft-demo", f"--data={text}", f"--out={text}", "--windows=1"]
+    assert main(["train", "draft", *flags, *SMALL, "--device=cpu"]) == 1
+    assert f"foredraft train: [Errno 17] File exists: '{text}'" in capsys.readouterr().err
+
+
+def test_an_interrupt_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.commands.draft.resolve_device", interrupted)
+    assert main(["train", "draft", "--target=x", f"--out={tmp_path}"]) == 130
+    assert "stopped; the same command with --resume goes on" in capsys.readouterr().err
 
 
 def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foredraft.errors import ConfigError
 from training.draft.acceptance import Acceptance, summarize, walk
 from training.draft.trainer import DraftTrainer
 
@@ -26,11 +25,6 @@ class AnchorTrainer(DraftTrainer):
     def num_depths(self) -> int:
         """Number of tokens in a block; see DraftTrainer."""
         return self.config.block
-
-    def _check_block(self) -> None:
-        config = self.config
-        if config.block + 2 > config.window:
-            raise ConfigError(f"--window must be more than --block + 1 = {config.block + 1} tokens")
 
     def _mask_token(self) -> int:
         """Returns the token that stands for tokens to be drafted, by default the rarest."""

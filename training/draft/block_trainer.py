@@ -28,7 +28,6 @@ class BlockTrainer(AnchorTrainer):
 
     def _make_head(self) -> BlockHead:
         config, target = self.config, self.target.shape
-        self._check_block()
         layer = dataclasses.replace(
             self.shape.layer, num_layers=config.draft_layers, num_heads=target.num_heads
         )

@@ -48,8 +48,6 @@ class BlockShape:
     def __post_init__(self) -> None:
         if self.algorithm not in BLOCK_ALGORITHMS:
             raise ConfigError(f"--algorithm must be one of {', '.join(BLOCK_ALGORITHMS)}")
-        if self.block < 2:
-            raise ConfigError(f"--block must be at least 2, not {self.block}")
         if (self.algorithm == "DSPARK") != (self.markov_rank > 0):
             raise ConfigError("--markov-rank is DSPARK's: above 0 there, and 0 elsewhere")
 

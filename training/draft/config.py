@@ -4,6 +4,17 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from foredraft.errors import ConfigError
+from training.bounds import check_least
+
+_LEAST = {
+    "windows": 0, "text_windows": 0, "free_windows": 0, "prompt": 1, "window": 2,
+    "generate_batch": 1, "steps": 1, "warmup": 0, "batch": 1, "unroll_steps": 1,
+    "draft_vocab_size": 0, "intermediate_size": 0, "block": 2, "draft_layers": 1, "streams": 1,
+    "anchors": 1, "markov_rank": 1, "depth": 1, "topk": 1, "tree_tokens": 2, "eval_every": 0,
+    "eval_prompts": 1, "eval_prompt": 1, "eval_new_tokens": 1, "checkpoint_every": 0,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTrainingConfig:
@@ -88,3 +99,25 @@ class DraftTrainingConfig:
     dtype: str = "float32"
     compile: bool = True
     resume: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sizes that cannot be trained or measured with."""
+        check_least(self, _LEAST, {"intermediate_size": "--intermediate"})
+        if min(self.temperatures) < 0:
+            raise ConfigError(f"--temperature must be at least 0, not {min(self.temperatures)}")
+        if not self.windows + self.text_windows + self.free_windows:
+            raise ConfigError("give --windows, --text-windows or --free-windows")
+        if self.windows and self.prompt >= self.window:
+            raise ConfigError(
+                f"--window counts the prompt: it must be more than --prompt {self.prompt}, not"
+                f" {self.window}"
+            )
+        is_block = self.algorithm in ("DFLASH", "DSPARK", "PEAGLE")
+        drafted, flag = (
+            (self.block, "--block") if is_block else (self.unroll_steps, "--unroll-steps")
+        )
+        if self.window < drafted + 2:
+            raise ConfigError(f"--window must be more than {flag} + 1 = {drafted + 1} tokens")
+        measured, flag = (self.block + 1, "--block + 1") if is_block else (self.depth, "--depth")
+        if self.validation and self.eval_new_tokens <= measured:
+            raise ConfigError(f"--eval-new-tokens must be more than {flag} = {measured}")

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.errors import ConfigError
 from training.draft.heads import Eagle3Head, HeadLayer, HeadShape, save_head
 from training.draft.unroll import DraftInputs
 from training.export import write_json
@@ -32,8 +31,6 @@ class ParallelHead(Eagle3Head):
 
     def __init__(self, shape: HeadShape, mask_token: int, block: int) -> None:
         super().__init__(shape)
-        if block < 2:
-            raise ConfigError(f"--block must be at least 2, not {block}")
         self.prefix, self.mask_token, self.block = "layers.0.", mask_token, block
         size, layer = shape.layer.hidden_size, shape.layer
         self.further = nn.ModuleList(

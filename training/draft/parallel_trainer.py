@@ -30,7 +30,6 @@ class ParallelTrainer(AnchorTrainer):
         return dataclasses.replace(shape, layer=layer)
 
     def _make_head(self) -> ParallelHead:
-        self._check_block()
         mask_token = self._mask_token()
         say(f"token {mask_token} is the mask")
         return ParallelHead(self.shape, mask_token, self.config.block)

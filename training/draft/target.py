@@ -43,7 +43,7 @@ class Target:
             self.output_weight = self._own.output_weight.to(dtype)
             self.shape = self._own.shape
         else:
-            self._theirs: Any = self._transformers()
+            self._theirs: Any = self._transformers(config.get("architectures") or [])
             self.embed_weight = self._theirs.get_input_embeddings().weight
             self.output_weight = self._theirs.get_output_embeddings().weight
             self.shape = LlamaShape.from_dir(path)
@@ -79,9 +79,14 @@ class Target:
         output = self._theirs.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
         return output.last_hidden_state, [output.hidden_states[index] for index in capture]
 
-    def _transformers(self) -> Any:
+    def _transformers(self, architectures: list[str]) -> Any:
+        import transformers
         from transformers import AutoModelForCausalLM
 
+        for name in architectures:
+            # A head names a class of its own beside the model_type of its target.
+            if not hasattr(transformers, name):
+                raise CheckpointError(f"{self.path} is no model that transformers runs: {name}")
         model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
         return model.to(self.device).eval().requires_grad_(False)
 

@@ -26,11 +26,12 @@ from training.draft.heads import (
 from training.draft.target import Target
 from training.draft.unroll import DraftInputs, draft_loss, unroll
 from training.draft.windows import (
-    WindowPlan,
+    check_length,
     cut,
     encode_stream,
     heldout_continuations,
-    write_windows,
+    heldout_prompts,
+    written_windows,
 )
 from training.export import write_json
 from training.lm.model import LlamaShape
@@ -64,6 +65,7 @@ class DraftTrainer:
         self.shape = self._head_shape()
         self.step = 0
         self.log = RunLog(config.out / "log.jsonl")
+        self._check_lengths()
         self._prepare_text()
         config.out.mkdir(parents=True, exist_ok=True)  # nothing is left where the input was bad
         self.head = self._make_head()
@@ -116,7 +118,23 @@ class DraftTrainer:
         streams = default_aux_layers(shape.num_layers)
         return HeadShape(config.algorithm, layer, streams, size, config.stream_norms)
 
+    def _check_lengths(self) -> None:
+        """Raises ConfigError for what the target is too small for."""
+        config, shape = self.config, self.target.shape
+        lengths = {"--window": config.window}
+        if config.validation:
+            measured = config.eval_prompt + config.eval_new_tokens
+            lengths["--eval-prompt and --eval-new-tokens"] = measured
+        for flags, length in lengths.items():
+            if length > shape.context_length:
+                raise ConfigError(
+                    f"{flags}: {length} tokens are more than the target's {shape.context_length}"
+                )
+        if config.mask_token is not None and not 0 <= config.mask_token < shape.vocab_size:
+            raise ConfigError(f"--mask-token must be in [0, {shape.vocab_size - 1}]")
+
     def _prepare_text(self) -> None:
+        """Reads all text before the target writes, which may take hours."""
         config = self.config
         file = config.target / "tokenizer.json"
         if not file.is_file():
@@ -124,54 +142,31 @@ class DraftTrainer:
         tokenizer = Tokenizer.from_file(str(file))
         start = tokenizer.encode("", add_special_tokens=True).ids
         stream = np.zeros(0, dtype=np.int32)
+        plain = np.zeros((0, config.window), dtype=np.int32)
         if config.windows or config.text_windows:
             say("reading and encoding the text")
             stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
             say(f"{len(stream) / 1e6:.1f} M tokens of text")
-        folder = config.generated or config.out
-        folder.mkdir(parents=True, exist_ok=True)
-        windows = write_windows(
-            self.target,
-            stream,
-            folder,
-            WindowPlan(
-                count=config.windows,
-                prompt=config.prompt,
-                length=config.window,
-                batch=config.generate_batch,
-                temperatures=config.temperatures,
-                seed=config.seed,
-            ),
-        )
-        if config.free_windows:
-            (folder / "free").mkdir(exist_ok=True)
-            free = write_windows(
-                self.target,
-                np.full(2, start[0] if start else 0, dtype=np.int32),
-                folder / "free",
-                WindowPlan(
-                    count=config.free_windows,
-                    prompt=1,
-                    length=config.window,
-                    batch=config.generate_batch,
-                    temperatures=(1.0,),
-                    seed=config.seed,
-                ),
-            )
-            windows = np.concatenate((windows, free))
-        generator = np.random.default_rng(config.seed)
+            check_length(stream, config.window if config.text_windows else config.prompt)
         if config.text_windows:
-            plain = cut(stream, config.text_windows, config.window, generator)
-            windows = np.concatenate((windows, plain.astype(np.int32)))
-        self.heldout = heldout_continuations(
-            self.target,
+            generator = np.random.default_rng(config.seed)
+            plain = cut(stream, config.text_windows, config.window, generator).astype(np.int32)
+        prompts = heldout_prompts(
             list(read_documents(config.validation)),
             tokenizer,
             start,
             config.eval_prompts,
             config.eval_prompt,
-            config.eval_new_tokens,
             config.seed,
+        )
+        if config.validation and not prompts:
+            raise ConfigError(
+                f"--validation: there is no text of more than --eval-prompt {config.eval_prompt}"
+                " tokens"
+            )
+        windows = np.concatenate((written_windows(self.target, stream, start, config), plain))
+        self.heldout = heldout_continuations(
+            self.target, prompts, config.eval_new_tokens, config.seed
         )
         self.windows = torch.from_numpy(windows).to(self.device)
         counts = np.bincount(windows.ravel(), minlength=self.shape.layer.vocab_size)

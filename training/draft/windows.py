@@ -1,8 +1,8 @@
 """Makes the windows a head is trained on: text that the target wrote, and plain text."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import ConfigError
+from training.draft.config import DraftTrainingConfig
 from training.draft.target import Target
 from training.export import save_array, write_json
-from training.progress import Progress
+from training.progress import Progress, say
 from training.text_data import Document
 
 
@@ -35,10 +36,15 @@ def encode_stream(
     return np.concatenate(parts)
 
 
-def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
-    """Cuts `count` random windows from a stream, int32 [count, length]."""
+def check_length(stream: np.ndarray, length: int) -> None:
+    """Raises ConfigError where a stream is too short for windows of a length."""
     if len(stream) <= length:
         raise ConfigError(f"{len(stream)} tokens of text are too few for windows of {length}")
+
+
+def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
+    """Cuts `count` random windows from a stream, int32 [count, length]."""
+    check_length(stream, length)
     starts = generator.integers(0, len(stream) - length, count)
     return stream[starts[:, None] + np.arange(length)]
 
@@ -61,6 +67,31 @@ class WindowPlan:
     batch: int
     temperatures: Sequence[float]
     seed: int
+
+
+def written_windows(
+    target: Target, stream: np.ndarray, start: Sequence[int], config: DraftTrainingConfig
+) -> np.ndarray:
+    """Has the target write a run's windows, behind prompts from the stream and from nothing, int32
+    [count, length].
+    """
+    folder = config.generated or config.out
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = WindowPlan(
+        count=config.windows,
+        prompt=config.prompt,
+        length=config.window,
+        batch=config.generate_batch,
+        temperatures=config.temperatures,
+        seed=config.seed,
+    )
+    windows = write_windows(target, stream, folder, plan)
+    if not config.free_windows:
+        return windows
+    (folder / "free").mkdir(exist_ok=True)
+    begin = np.full(2, start[0] if start else 0, dtype=np.int32)
+    plan = replace(plan, count=config.free_windows, prompt=1, temperatures=(1.0,))
+    return np.concatenate((windows, write_windows(target, begin, folder / "free", plan)))
 
 
 def write_windows(target: Target, stream: np.ndarray, out: Path, plan: WindowPlan) -> np.ndarray:
@@ -132,32 +163,43 @@ def _written(path: Path, author: Path, identity: dict[str, str], length: int) ->
     return windows
 
 
-def heldout_continuations(
-    target: Target,
+def heldout_prompts(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     start: Sequence[int],
     per_domain: int,
-    prompt: int,
-    new_tokens: int,
+    length: int,
     seed: int,
-) -> dict[str, Tensor]:
-    """Writes greedy continuations of held-out prompts by domain.
+) -> dict[str, np.ndarray]:
+    """Cuts held-out prompts by domain, each int32 [per_domain, length].
 
-    Each domain's are int64 [per_domain, prompt + new_tokens] on the target's device.
+    A domain with less text than one prompt is left out.
     """
     by_domain: dict[str, list[Document]] = {}
     for document in documents:
         by_domain.setdefault(document.domain, []).append(document)
-    texts = {}
+    prompts = {}
     for domain, members in sorted(by_domain.items()):
         stream = encode_stream(members, tokenizer, start)
-        if len(stream) <= prompt:
-            continue
-        prompts = cut(stream, per_domain, prompt, np.random.default_rng(seed))
-        device_prompts = torch.from_numpy(prompts.astype(np.int64)).to(target.device)
+        if len(stream) > length:
+            prompts[domain] = cut(stream, per_domain, length, np.random.default_rng(seed))
+        else:
+            say(f"held-out {domain} is left out: it has {len(stream)} tokens, a prompt {length}")
+    return prompts
+
+
+def heldout_continuations(
+    target: Target, prompts: Mapping[str, np.ndarray], new_tokens: int, seed: int
+) -> dict[str, Tensor]:
+    """Writes greedy continuations of held-out prompts by domain.
+
+    Each domain's are int64 [count, prompt + new_tokens] on the target's device.
+    """
+    texts = {}
+    for domain, rows in prompts.items():
+        on_device = torch.from_numpy(rows.astype(np.int64)).to(target.device)
         with Progress(new_tokens, 0, f"the target writes held-out {domain}") as progress:
             texts[domain] = target.generate(
-                device_prompts, new_tokens, 0.0, seed, lambda: progress.advance(1)
+                on_device, new_tokens, 0.0, seed, lambda: progress.advance(1)
             )
     return texts

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
+from training.bounds import check_least
 from training.export import load_tensors, save_sharded, to_bf16, write_json
 from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
 from training.lm.model import Llama, LlamaShape
@@ -31,6 +32,17 @@ from training.text_data import (
     save_tokenizer,
     train_tokenizer,
 )
+
+_LEAST = {
+    "steps": 1, "warmup": 0, "batch": 1, "micro_batch": 1, "tokenizer_bytes": 1, "eval_every": 0,
+    "eval_bytes": 1, "checkpoint_every": 0,
+}  # fmt: skip
+_SHAPE_FLAGS = {
+    "num_layers": "--layers", "hidden_size": "--hidden", "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads", "head_dim": "--head-dim", "intermediate_size": "--intermediate",
+    "context_length": "--context",
+}  # fmt: skip
+_LEAST_OF_SHAPE = dict.fromkeys(_SHAPE_FLAGS, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,15 @@ class LMTrainingConfig:
     max_minutes: float = math.inf
     resume: bool = False
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for sizes that cannot be trained."""
+        check_least(self, _LEAST, {})
+        check_least(self.shape, _LEAST_OF_SHAPE, _SHAPE_FLAGS)
+        if self.batch % self.micro_batch:
+            raise ConfigError("--batch must be a multiple of --micro-batch")
+        if self.shape.num_heads % self.shape.num_kv_heads:
+            raise ConfigError("--heads must be a multiple of --kv-heads")
+
 
 @dataclass(frozen=True, slots=True)
 class LMTrainingResult:
@@ -96,11 +117,10 @@ class LMTrainer:
     """One run of `foredraft train lm`."""
 
     def __init__(self, config: LMTrainingConfig) -> None:
-        if config.batch % config.micro_batch:
-            raise ConfigError("--batch must be a multiple of --micro-batch")
         self.config = config
         self.device = torch.device(config.device)
         self.on_cuda = self.device.type == "cuda"
+        heldout = list(read_documents(config.validation))
         config.out.mkdir(parents=True, exist_ok=True)
         self.step = 0
         self.log = RunLog(config.out / "log.jsonl")
@@ -117,7 +137,7 @@ class LMTrainer:
         tokens = torch.from_numpy(np.asarray(stream).astype(np.int32)).to(self.device)
         self.num_tokens = len(tokens)
         self.sampler = WindowSampler(tokens, self.shape.context_length, config.batch, config.seed)
-        self.heldout = heldout_texts(list(read_documents(config.validation)), config.eval_bytes)
+        self.heldout = heldout_texts(heldout, config.eval_bytes)
         self._loss = torch.compile(self._micro_loss) if config.compile else self._micro_loss
         if config.resume:
             self._load_checkpoint()
