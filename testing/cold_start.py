@@ -187,7 +187,7 @@ class _Stack:
         draft, batch, most = self._draft, len(running), self._draft.nodes
         limits = [min(most, one.left - 1) for one in running]
         candidates = [
-            Candidate(one.history, limit, is_forced, one.behind, one.left)
+            Candidate(one.history, [limit], [one.behind], one.left, forced=is_forced)
             for one, limit in zip(running, limits, strict=True)
         ]
         nodes, thought = limits, 0.0

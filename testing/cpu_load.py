@@ -119,7 +119,7 @@ def serve(
         nodes = [0] * len(active)
         if controller is not None:
             candidates = [
-                Candidate(one.history, min(depth, one.left - 1), behind=one.behind, left=one.left)
+                Candidate(one.history, [min(depth, one.left - 1)], [one.behind], one.left)
                 for one in active
             ]
             nodes = controller.plan(candidates).nodes

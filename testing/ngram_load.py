@@ -125,7 +125,7 @@ def _step(
 ) -> tuple[float, int]:
     """Returns its seconds at the machine's usual speed, and its tokens."""
     candidates = [
-        Candidate(one.history, MAX_NODES if one.left > 1 else 0, left=one.left) for one in texts
+        Candidate(one.history, [MAX_NODES * (one.left > 1)], left=one.left) for one in texts
     ]
     asked = sum(map(bool, controller.plan(candidates).nodes))
     if asked:

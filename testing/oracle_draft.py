@@ -172,7 +172,9 @@ class FickleController(Controller):
         rows = 1 + self._rng.choice([0, 0, 1, 2, NODES])
         if rows == 1:
             return Plan([0] * len(candidates), 1)
-        nodes = [min(one.limit, self._rng.choice([0, rows - 1, rows - 1])) for one in candidates]
+        nodes = [
+            min(one.limits[0], self._rng.choice([0, rows - 1, rows - 1])) for one in candidates
+        ]
         return Plan(nodes, rows)
 
 

@@ -77,7 +77,7 @@ class FixedNodes(Controller):
         self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
     ) -> Plan:
         """See Controller."""
-        return Plan([min(one.limit, self._nodes) for one in candidates], 1 + self._nodes)
+        return Plan([min(one.limits[0], self._nodes) for one in candidates], 1 + self._nodes)
 
 
 def simulate(
@@ -258,8 +258,8 @@ class _Run:
         candidates = [
             Candidate(
                 one.history,
-                most if one.num_left > 1 else 0,
-                behind=one.behind * self._model.is_padded,
+                [most * (one.num_left > 1)],
+                [one.behind * self._model.is_padded],
                 context=one.context,
             )
             for one in self._answers

@@ -62,7 +62,7 @@ class FixedRows(Controller):
         self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
     ) -> Plan:
         """See Controller."""
-        return Plan([min(one.limit, self._fixed - 1) for one in candidates], self._fixed)
+        return Plan([min(one.limits[0], self._fixed - 1) for one in candidates], self._fixed)
 
 
 @dataclass(slots=True)

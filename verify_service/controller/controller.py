@@ -111,7 +111,7 @@ class Controller:
         self._is_forced = any(one.forced for one in candidates)
         if costs is None or self._is_forced:
             for one in candidates:
-                one.history.chosen = one.first_draft(len(self.drafts))
+                one.history.chosen = one.first_draft
             return self._everything(self._limits(candidates))
         again = None if other_rows else self._planned(costs, candidates)
         self._candidates = candidates
@@ -185,7 +185,7 @@ class Controller:
         nodes, advantage = self._held
         if self._must_check(advantage):
             return Plan([0] * len(nodes), 1)
-        nodes = [min(num, one.limit) for one, num in zip(candidates, nodes, strict=True)]
+        nodes = [min(num, one.limits[0]) for one, num in zip(candidates, nodes, strict=True)]
         return Plan(nodes, costs.table.bucket(len(nodes), 1 + max(nodes)))
 
     def trim(self, offers: Sequence[Offer], others: int = 0) -> list[int]:
@@ -243,7 +243,7 @@ class Controller:
         """Returns the maximum number of nodes for each sequence's tree."""
         for one in candidates:
             one.history.chosen = max(one.history.chosen, 0)
-        return [one.limit_of(one.history.chosen) for one in candidates]
+        return [one.limits[one.history.chosen] for one in candidates]
 
     # Trials and checks.
 
@@ -264,7 +264,7 @@ class Controller:
         totals = [0] * len(self.drafts)
         for one, num in zip(candidates, nodes, strict=True):
             number = max(one.history.chosen, 0)
-            behind = one.behind_of(number) * (not self.drafts[number].is_asked_first)
+            behind = one.behind[number] * (not self.drafts[number].is_asked_first)
             if num and behind > self._config.close_tokens:
                 totals[number] += behind
         return totals

@@ -121,7 +121,7 @@ class Goodput:
         """Assigns each sequence the draft with the most tokens per second."""
         values = self.of_drafts(candidates, deviations)
         for i, one in enumerate(candidates):
-            values[[one.limit_of(number) == 0 for number in range(len(values))], i] = 0.0
+            values[[one.limits[number] == 0 for number in range(len(values))], i] = 0.0
         best = values.argmax(axis=0).tolist()
         for i, one in enumerate(candidates):
             current = one.history.chosen
@@ -248,7 +248,7 @@ class Goodput:
         rows = [acceptance.row(candidates[i].history, number, 0) for i in own]
         pools = [acceptance.pool(candidates[i].history, 0) for i in own]
         gains = acceptance.gains(rows, pools, deviations)
-        behind = np.array([candidates[i].behind_of(number) for i in own])
+        behind = np.array([candidates[i].behind[number] for i in own])
         is_far = behind > self.config.close_tokens
         if is_far.any():
             left = np.array([candidates[i].left for i in own]) / (1 + gains.sum(axis=1))

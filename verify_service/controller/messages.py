@@ -35,38 +35,28 @@ class Candidate(NamedTuple):
 
     Attributes:
         history: Results of drafting for it.
-        limit: Maximum number of nodes to verify.
-        forced: Whether its whole tree must be verified.
-        behind: Number of tokens that its draft must read first.
+        limits: By draft: maximum number of nodes to verify; 0 for a draft that is not attached.
+        behind: By draft: number of tokens that it must read first.
         left: Number of tokens that it may still grow by.
         context: Number of its tokens.
-        limits: With several drafts, the limit of each; 0 for one that is not attached.
-        behinds: With several drafts, `behind` for each.
+        forced: Whether its whole tree must be verified.
     """
 
     history: DraftHistory
-    limit: int
-    forced: bool = False
-    behind: int = 0
+    limits: Sequence[int]
+    behind: Sequence[int] = (0,)
     left: int = 1 << 30
     context: int = 0
-    limits: Sequence[int] = ()
-    behinds: Sequence[int] = ()
+    forced: bool = False
 
-    def limit_of(self, draft: int) -> int:
-        """Returns the maximum number of nodes of a draft's tree."""
-        return self.limits[draft] if self.limits else self.limit
-
-    def behind_of(self, draft: int) -> int:
-        """Returns the number of tokens that a draft must read first."""
-        return self.behinds[draft] if self.behinds else self.behind
-
-    def first_draft(self, num_drafts: int) -> int:
-        """Returns the draft of a sequence whose whole tree is drafted: its own one, if that may
-        draft for it, else the first that may.
+    @property
+    def first_draft(self) -> int:
+        """The draft of a sequence whose whole tree is drafted: its own one, if that may draft for
+        it, else the first that may.
         """
         own = max(self.history.chosen, 0)
-        return next((number for number in (own, *range(num_drafts)) if self.limit_of(number)), own)
+        numbers = own, *range(len(self.limits))
+        return next((number for number in numbers if self.limits[number]), own)
 
 
 Candidates = Sequence[Candidate]

@@ -63,9 +63,9 @@ class Trials:
     def _tried(self, candidates: Candidates, number: int, are_others: bool) -> list[int]:
         """Selects as many sequences as the draft reads within a plain step, at least one."""
         order = sorted(
-            (one.behind_of(number), i)
+            (one.behind[number], i)
             for i, one in enumerate(candidates)
-            if one.limit_of(number) and (one.history.chosen == number) is not are_others
+            if one.limits[number] and (one.history.chosen == number) is not are_others
         )
         found: list[int] = []
         num_tokens = 0

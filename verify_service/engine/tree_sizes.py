@@ -251,20 +251,22 @@ class TreeSizes:
             )
 
     def _candidate(self, sequence: RequestSequence, available: Sequence[bool]) -> Candidate:
-        limit = self.limit(sequence)
-        history = self._history(sequence)
-        is_probe, left = sequence.request_id in self._probes, sequence.num_output_left
-        if not self._drafts.are_several:
-            lag = self._each[0].lag(sequence)
-            return Candidate(history, limit, is_probe, lag, left, len(sequence.tokens))
-        name, names = self._named(sequence), self._drafts.names
-        limits = [
-            min(limit, kind.max_nodes) if is_there and name in ("", own) else 0
-            for kind, own, is_there in zip(self.controller.drafts, names, available, strict=True)
-        ]
-        behinds = [one.lag(sequence) for one in self._each]
-        context = len(sequence.tokens)
-        return Candidate(history, limit, is_probe, 0, left, context, limits, behinds)
+        limits = [self.limit(sequence)]
+        if self._drafts.are_several:
+            name = self._named(sequence)
+            trio = zip(self.controller.drafts, self._drafts.names, available, strict=True)
+            limits = [
+                min(limits[0], kind.max_nodes) if is_there and name in ("", own) else 0
+                for kind, own, is_there in trio
+            ]
+        return Candidate(
+            self._history(sequence),
+            limits,
+            [one.lag(sequence) for one in self._each],
+            sequence.num_output_left,
+            len(sequence.tokens),
+            sequence.request_id in self._probes,
+        )
 
     def _start_trial(
         self, number: int, tried: Sequence[int], sequences: Sequence[RequestSequence]

@@ -169,11 +169,13 @@ def test_mixed_sequences_and_a_wrong_table(
 
 
 def test_free_rows_are_always_used() -> None:
-    assert controller(FLAT, 11, 11).plan([Candidate(DraftHistory(), 11)]).nodes == [11]
+    assert controller(FLAT, 11, 11).plan([Candidate(DraftHistory(), [11])]).nodes == [11]
 
 
 def test_without_a_table_everything_is_drafted() -> None:
-    plan = controller(None, 5, 5).plan([Candidate(DraftHistory(), 5), Candidate(DraftHistory(), 2)])
+    plan = controller(None, 5, 5).plan(
+        [Candidate(DraftHistory(), [5]), Candidate(DraftHistory(), [2])]
+    )
     assert plan.nodes == [5, 2]
     assert plan.rows == 6
 
@@ -182,7 +184,11 @@ def test_who_must_not_draft_does_not_and_who_must_does() -> None:
     controller_ = controller(GPU_TREE.times(), 31, 5)
     histories = [DraftHistory() for _ in range(3)]
     plan = controller_.plan(
-        [Candidate(histories[0], 0), Candidate(histories[1], 31, True), Candidate(histories[2], 4)]
+        [
+            Candidate(histories[0], [0]),
+            Candidate(histories[1], [31], forced=True),
+            Candidate(histories[2], [4]),
+        ]
     )
     assert plan.nodes[0] == 0
     assert plan.nodes[1] == 31
@@ -195,7 +201,7 @@ def test_an_ngram_that_is_never_right_costs_little_and_one_that_is_right_is_used
         controller_, rng = controller(TYPICAL, 11, 11, is_first=True), random.Random(1)
         history, tokens, seconds = DraftHistory(), 0, 0.0
         for _ in range(600):
-            asked = controller_.plan([Candidate(history, 11)]).nodes[0] > 0
+            asked = controller_.plan([Candidate(history, [11])]).nodes[0] > 0
             wait = 0.001 if asked else 0.0
             offered = 11 if asked and rng.random() < 0.7 else 0
             nodes = controller_.trim([Offer(history, offered, 1)])[0] if asked else 0
@@ -223,13 +229,13 @@ def test_drafting_begins_only_if_the_bank_can_pay_for_what_is_read_first() -> No
         policy = Controller(CostModel(TYPICAL), [kind])
         policy.is_drafting = [False]
         policy._bank.pay(lost * 0.1)
-        one = Candidate(DraftHistory(), 5, behind=behind, left=80)
+        one = Candidate(DraftHistory(), [5], behind=[behind], left=80)
         policy.plan([one])
         assert policy.is_drafting == [drafts]
 
 
 def test_ngrams_read_at_no_cost() -> None:
-    one = Candidate(DraftHistory(), 5, behind=2000)
+    one = Candidate(DraftHistory(), [5], behind=[2000])
     for is_first, unread in ((False, 2000), (True, 0)):
         policy = Controller(CostModel(TYPICAL), [DraftKind(5, 5, is_first)])
         assert policy.unread([one], [5]) == [unread]
@@ -262,7 +268,7 @@ def steady(policy: Controller, history: DraftHistory, right: list[int], count: i
     """Runs steps of a chain of five whose outcomes repeat; returns their nodes."""
     found = []
     for i in range(count):
-        [nodes] = policy.plan([Candidate(history, 5, left=1000)]).nodes
+        [nodes] = policy.plan([Candidate(history, [5], left=1000)]).nodes
         accepted = min(nodes, right[i % len(right)])
         policy.record(history, nodes, range(accepted))
         wait = Wait(nodes, 1, 0.02 + 0.004 * nodes) if nodes else NO_WAIT
@@ -293,26 +299,26 @@ def test_an_empty_bank_stops_a_draft_of_which_little_is_known() -> None:
 def test_a_plan_lasts_for_the_same_sequences_and_is_cut_to_what_they_may_have() -> None:
     policy = Controller(CostModel(RowTable([1, 8], [1e-3, 1.1e-3])), [DraftKind(5, 5)])
     one, other = DraftHistory(), DraftHistory()
-    [nodes] = policy.plan([Candidate(one, 5)]).nodes
+    [nodes] = policy.plan([Candidate(one, [5])]).nodes
     for _ in range(8):
         policy.record(one, nodes, ())  # not counted before the next plan
-    assert policy.plan([Candidate(one, 5)]).nodes == [nodes]
-    assert policy.plan([Candidate(one, 2)]).nodes == [2]
-    assert policy.plan([Candidate(one, 0)]).nodes == [0]
+    assert policy.plan([Candidate(one, [5])]).nodes == [nodes]
+    assert policy.plan([Candidate(one, [2])]).nodes == [2]
+    assert policy.plan([Candidate(one, [0])]).nodes == [0]
     assert policy._acceptance[0]._pending
-    policy.plan([Candidate(one, 5), Candidate(other, 5)])
+    policy.plan([Candidate(one, [5]), Candidate(other, [5])])
     assert not policy._acceptance[0]._pending
     for _ in range(60):
         policy.observe(Observed(1, 1, 1e-3, 1))  # longer than a plan lasts
     policy.record(one, nodes, ())
-    policy.plan([Candidate(one, 5), Candidate(other, 5)])
+    policy.plan([Candidate(one, [5]), Candidate(other, [5])])
     assert not policy._acceptance[0]._pending
 
 
 def test_a_plan_is_renewed_while_a_step_waits() -> None:
     policy = Controller(CostModel(RowTable([1, 8], [1e-3, 1.1e-3])), [DraftKind(5, 5)])
     one = DraftHistory()
-    policy.plan([Candidate(one, 5)])
+    policy.plan([Candidate(one, [5])])
     for _ in range(8):
         policy.record(one, 5, ())
     policy.think()
@@ -332,7 +338,7 @@ def test_the_first_outcomes_of_a_text_are_not_counted() -> None:
         (DraftKind(5, 5), GridTable({(1, 1): 1.0, (1, 6): 1.1}), 10),
     ):
         policy, history = Controller(CostModel(table), [kind]), DraftHistory()
-        policy.plan([Candidate(history, 5)])
+        policy.plan([Candidate(history, [5])])
         for _ in range(10):
             policy.record(history, 5, ())
         assert len(policy._acceptance[0]._pending) == num_counted
@@ -350,7 +356,7 @@ def test_the_largest_of_nearly_equal_trees_is_taken_on_a_cpu() -> None:
 
 def test_most_plain_steps_of_a_suspended_draft_are_only_counted() -> None:
     policy, history = Controller(CostModel(TYPICAL), [DraftKind(5, 5)]), DraftHistory()
-    policy.plan([Candidate(history, 5)])
+    policy.plan([Candidate(history, [5])])
     policy.is_drafting = [False]
     passed = []
     for _ in range(40):
@@ -384,6 +390,6 @@ def test_rows_are_padded_to_what_was_captured() -> None:
     times = GridTable({(1, 1): 4.0, (1, 4): 4.1, (4, 1): 4.2, (4, 2): 4.3, (4, 4): 4.4})
     controller_ = controller(times, 3, 3)
     for batch in range(1, 5):
-        plan = controller_.plan([Candidate(DraftHistory(), 3)] * batch)
+        plan = controller_.plan([Candidate(DraftHistory(), [3])] * batch)
         assert plan.rows in times.rows(batch)
         assert all(nodes <= plan.rows - 1 for nodes in plan.nodes)

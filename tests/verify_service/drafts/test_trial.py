@@ -38,7 +38,8 @@ class Tries(Controller):
         self, candidates: Sequence[Candidate], other_rows: int = 0, is_ahead: bool = False
     ) -> Plan:
         """See Controller."""
-        tried = [] if self._is_open else [i for i, one in enumerate(candidates) if one.limit][-2:]
+        wanted = [i for i, one in enumerate(candidates) if one.limits[0]]
+        tried = [] if self._is_open else wanted[-2:]
         self._is_open |= bool(tried)
         return Plan([0] * len(candidates), 1, {0: tried} if tried else {})
 
