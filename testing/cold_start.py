@@ -56,7 +56,7 @@ class Cores(NamedTuple):
         timed: Seconds of forwards as they are timed at start, by `WIDTHS`.
         steps: Seconds of whole steps, by `WIDTHS`.
         thought: Seconds of a plan, and of choosing what to verify.
-        turns: Chances that a greedy text begins and ends to repeat itself, after a step.
+        turns: Chances that a greedy text begins and ends to repeat itself, after a token.
         test_chance: Difference of chances between the self-test's texts and others.
     """
 
@@ -68,7 +68,7 @@ class Cores(NamedTuple):
 
 
 SLOW = Cores(TARGET, TARGET)
-FAST = Cores(FAST_TARGET, FAST_STEPS, 0.05e-3, (0.03, 0.06), -0.25)
+FAST = Cores(FAST_TARGET, FAST_STEPS, 0.05e-3, (0.03, 0.01), -0.25)
 
 
 class Drafts(NamedTuple):
@@ -106,27 +106,82 @@ FAST_DRAFTS = (
 SPREAD = 0.1  # difference of chances between texts
 
 
+class _Text:
+    """What a draft guesses of a text, at each position: the same however it is decoded.
+
+    Args:
+        rng: Source of chances.
+        chance: Chance of a draft with a model; for others, where their matches come from.
+        matches: Matches at the text's beginning.
+        turns: Chances that the text begins and ends to repeat itself, after a token.
+        length: Number of positions.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        chance: float | None,
+        matches: tuple[Match, ...],
+        turns: tuple[float, float],
+        length: int,
+    ) -> None:
+        self._chance = chance
+        self._matches = []
+        for _ in range(length):
+            repeats = matches is COPIED
+            if rng.random() < turns[repeats]:
+                matches = NEW if repeats else COPIED
+            self._matches.append(matches)
+        self._places = [rng.random() for _ in range(length)]
+        self._draws = [rng.random() for _ in range(length)]
+
+    def guess(self, position: int, most: int) -> tuple[int, int]:
+        """Returns the confidence of the proposal at a position, and how many of its nodes, `most`
+        at the most, are right; 0 and 0 where nothing matches.
+        """
+        confidence, first, further = 0, self._chance, self._chance
+        if first is None or further is None:
+            confidence, place = 1, self._places[position]
+            for match in self._matches[position]:
+                if place < match.share:
+                    first, further = match.first, match.further
+                    break
+                confidence, place = confidence + 1, place - match.share
+            else:
+                return 0, 0
+        right = 0
+        while right < most and self._draws[position + right] < (further if right else first):
+            right += 1
+        return confidence, right
+
+
 @dataclass(slots=True)
 class _Request:
     history: DraftHistory
-    chance: float
-    matches: tuple[Match, ...]
+    text: _Text
     left: int
     behind: int = PROMPT
     steps: int = 0
+    position: int = 0
 
 
 class _Machine:
-    """Draws the slowness of parts of a step."""
+    """Draws the slowness of parts of a step.
+
+    Attributes:
+        now: Seconds that have passed.
+        worked: Seconds that all parts take with nothing in the way.
+    """
 
     def __init__(self, has_rivals: bool, seed: int) -> None:
         self._rng, self._stretches = random.Random(seed), random.Random(seed + 3)
         self._has_rivals = has_rivals
         self._speed, self._until = 1.0, 0.0
-        self.now = 0.0
+        self.now = self.worked = 0.0
 
     def passes(self, *parts: float) -> list[float]:
         """Returns the seconds that parts take one after another."""
+        self.worked += sum(parts)
         if not self._has_rivals:
             taken = [part * max(0.8, self._rng.gauss(1, NOISE)) for part in parts]
         else:
@@ -149,35 +204,29 @@ class _Machine:
 
 
 class _Stack:
-    def __init__(self, draft: Drafts, is_sampled: bool, has_rivals: bool, arm: str, seed: int):
-        self._draft, self._is_sampled, self._arm = draft, is_sampled, arm
+    def __init__(self, draft: Drafts, has_rivals: bool, arm: str, seed: int) -> None:
+        self._draft, self._arm = draft, arm
         self._real = RowTable(WIDTHS, draft.cores.steps)
         self.machine = _Machine(has_rivals, seed)
-        self._rng = random.Random(seed + 1)
         table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in draft.cores.timed])
         kind = DraftKind(draft.nodes, draft.nodes, is_asked_first=draft.has_matches)
         self.controller = Controller(CostModel(table), [kind])
         self.texts = random.Random(seed + 2)
 
-    def request(self, tokens: int, is_sampled: bool) -> _Request:
-        """Returns a new request; texts differ."""
-        chance = self._draft.chances[is_sampled] + self.texts.uniform(-SPREAD, SPREAD)
-        repeats = self.texts.random() < 0.6
-        matches = SAMPLED if is_sampled else COPIED if repeats else NEW
-        return _Request(DraftHistory(int(is_sampled)), chance, matches, tokens)
-
-    def _turn(self, one: _Request) -> None:
-        """Lets a text begin or end to repeat itself."""
-        begins, ends = self._draft.cores.turns
-        repeats = one.matches is COPIED
-        if begins and not self._is_sampled and self._rng.random() < (ends if repeats else begins):
-            one.matches = NEW if repeats else COPIED
+    def request(self, tokens: int, is_sampled: bool, more: float = 0.0) -> _Request:
+        """Returns a new request; texts differ. `more` is added to its chance."""
+        draft, rng = self._draft, random.Random(self.texts.getrandbits(32))
+        chance = draft.chances[is_sampled] + more + rng.uniform(-SPREAD, SPREAD)
+        matches = SAMPLED if is_sampled else COPIED if rng.random() < 0.6 else NEW
+        turns = (0.0, 0.0) if is_sampled else draft.cores.turns
+        known = None if draft.has_matches else chance
+        text = _Text(rng, known, matches, turns, tokens + draft.nodes)
+        return _Request(DraftHistory(int(is_sampled)), text, tokens)
 
     def test(self) -> None:
         """Runs the self-test of a draft with a model: four short texts, all drafted."""
-        running = [self.request(TEST_TOKENS, False) for _ in range(4)]
-        for one in running:
-            one.chance += self._draft.cores.test_chance
+        more = self._draft.cores.test_chance
+        running = [self.request(TEST_TOKENS, False, more) for _ in range(4)]
         while running:
             self.step(running, is_forced=True)
             running = [one for one in running if one.left > 0]
@@ -201,7 +250,7 @@ class _Stack:
         asked = [i for i in range(batch) if nodes[i]]
         offers = [(0, 0)] * batch  # confidence, right nodes
         for i in asked:
-            offers[i] = self._offer(running[i], limits[i])
+            offers[i] = running[i].text.guess(running[i].position, limits[i])
         if asked and self._arm == "default":
             self.controller.think()
         proposed = list(nodes)
@@ -230,9 +279,9 @@ class _Stack:
                     one.history, known, range(min(right, nodes[i] + 1)), confidence, accepted
                 )
             one.left -= 1 + accepted
+            one.position += 1 + accepted
             one.behind = 1 + accepted if i in asked else one.behind + 1
             one.steps += 1
-            self._turn(one)
             tokens += 1 + accepted
         if self._arm == "default":
             [known] = self.controller.unread(candidates, nodes)
@@ -242,28 +291,12 @@ class _Stack:
                 self.controller.observe(Observed(batch, rows, seconds, tokens, said))
         return tokens
 
-    def _offer(self, one: _Request, most: int) -> tuple[int, int]:
-        chances, confidence = (one.chance, one.chance), 0
-        if self._draft.has_matches:
-            place = self._rng.random()
-            for number, match in enumerate(one.matches, 1):
-                place -= match.share
-                if place < 0:
-                    confidence, chances = number, (match.first, match.further)
-                    break
-            else:
-                return 0, 0
-        right = 0
-        while right < most and self._rng.random() < chances[right > 0]:
-            right += 1
-        return confidence, right
-
 
 class Served(NamedTuple):
     """Results of the first requests.
 
     Attributes:
-        rate: Tokens per second.
+        rate: Tokens per second of work: rivals slow all alike in the mean, and luck would show.
         first: Number of steps of the first request until something was drafted for it.
     """
 
@@ -277,14 +310,13 @@ def serve(
     """Serves the first requests of a fresh stack, `batch` at a time, after the draft's
     self-test.
     """
-    stack = _Stack(draft, is_sampled, has_rivals, arm, seed)
+    stack = _Stack(draft, has_rivals, arm, seed)
     if arm == "default" and not draft.has_matches:
         stack.test()
-        stack.machine.now = 0.0
+        stack.machine.now = stack.machine.worked = 0.0
         stack.texts.seed(seed + 2)
     left, tokens, first = REQUESTS, 0, 0
     running: list[_Request] = []
-    start = stack.machine.now
     while left or running:
         while left and len(running) < batch:
             running.append(stack.request(TOKENS, is_sampled))
@@ -295,4 +327,4 @@ def serve(
         if not first and (one.behind <= before[0] or left < REQUESTS - batch):
             first = one.steps
         running = [one for one in running if one.left > 0]
-    return Served(tokens / (stack.machine.now - start), first)
+    return Served(tokens / stack.machine.worked, first)
