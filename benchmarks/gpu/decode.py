@@ -3,6 +3,7 @@ model, with simulated acceptance, beside the floor and SGLang.
 
     python -m benchmarks.gpu.decode --modes none chain tree --batch 1 8 32 --mps --peer /opt/sglpeer
     python -m benchmarks.gpu.decode --modes none chain --batch 1 8 32 --mps --tp 2 --shape qwen3-32b
+    python -m benchmarks.gpu.decode --modes none --tp 2 --shape llama-70b --quantization fp8
 
 Random weights accept nothing, so the accept length is SIMULATED (`--simulate-accept-length`):
 drafting, verification and the moves of KV are real, only their result is replaced. Verifier and
@@ -39,6 +40,7 @@ from foredraft.cli import mps
 from testing.engines import Harness, running_engine
 
 TIMELINE_TOKENS = 160
+BITS = {"unquant": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a layer's weight
 PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
 
@@ -67,6 +69,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--shape", default="llama-8b", choices=list(TARGETS))
+    parser.add_argument("--quantization", default="unquant", choices=list(BITS))
     parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
@@ -79,8 +82,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
-    if args.peer and args.shape != "llama-8b":
-        parser.error("--peer: the bundle runs the shape of Llama-3.1-8B")
+    if args.peer and (args.shape != "llama-8b" or args.quantization != "unquant"):
+        parser.error("--peer: the bundle runs the shape of Llama-3.1-8B in bfloat16")
     # Before anything opens the card: a process that has opened it cannot become the daemon's
     # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
@@ -97,9 +100,8 @@ def main() -> int:
     if args.peer:
         for mode in args.modes:
             _measure_peer(mode, [row for row in rows if row.mode == mode], args)
-    report(
-        rows, args.out, {"shape": args.shape, "mps": args.mps, "layers": args.layers, "tp": args.tp}
-    )
+    about = ("shape", "quantization", "mps", "layers", "tp", "prompt")
+    report(rows, args.out, {name: getattr(args, name) for name in about})
     if timelines:
         report_timelines(timelines, args.out)
     return 0
@@ -110,7 +112,7 @@ def _measure(
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     algorithm, flags = flags_of(mode, head, max(args.batch), args.prompt + args.output)
     rows = []
-    flags |= {"tensor_parallel_size": args.tp, **args.flags}
+    flags |= {"tensor_parallel_size": args.tp, "quantization": args.quantization, **args.flags}
     with running_engine(target, algorithm, **flags) as harness:
         for batch in args.batch:
             best: Row | None = None
@@ -133,7 +135,7 @@ def _run(harness: Harness, mode: str, batch: int, args: argparse.Namespace) -> R
     depth, _, _, _ = MODES[mode]
     config = target_of(args.shape, args.layers)
     step_bytes, extend_bytes = head_bytes(config)
-    floor = target_bytes(config) / args.tp
+    floor = target_bytes(config, BITS[args.quantization]) / args.tp
     floor += extend_bytes + (depth - 1) * step_bytes if depth else 0
     return Row(
         mode,

@@ -190,7 +190,7 @@ def engine_flags(max_batch: int, num_tokens: int) -> dict[str, Any]:
         "load_format": "dummy",
         "dtype": "bfloat16",
         "device": "cuda",
-        "context_length": 4096,
+        "context_length": max(4096, num_tokens + 160),
         "max_running_requests": max_batch,
         "max_total_tokens": max_batch * (num_tokens + 160) + 4096,
         "chunked_prefill_size": 4096,
@@ -213,11 +213,14 @@ def draft_flags(head: Path, steps: int, topk: int, tokens: int, length: float) -
     }
 
 
-def target_bytes(config: dict[str, Any] = LLAMA_8B) -> int:
-    """Returns the bytes of bf16 weights that a target forward reads: all but the embedding."""
-    return 2 * (
-        config["num_hidden_layers"] * _layer(config) + config["hidden_size"] * config["vocab_size"]
-    )
+def target_bytes(config: dict[str, Any] = LLAMA_8B, bits: int = 16) -> int:
+    """Returns the bytes of weights that a target forward reads: all but the embedding.
+
+    Args:
+        bits: Bits of a layer's weight; the LM head's have 16.
+    """
+    layers = config["num_hidden_layers"] * _layer(config)
+    return layers * bits // 8 + 2 * config["hidden_size"] * int(config["vocab_size"])
 
 
 def qwen_draft_bytes(name: str, levels: int) -> int:
