@@ -23,6 +23,7 @@ _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
 _CUT_MULTIPLE = 256  # columns are a multiple of this, so that halves are whole blocks
 _LONG = 8192  # columns from which on more of them under way are worth the shared memory
+_FEW_GATED = 8192  # gated outputs up to which shorter tiles, and more of them, are faster
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
 _GROUP = 8  # blocks of rows whose tiles are neighbours
 
@@ -127,10 +128,10 @@ def _multiply_skinny(
     block_n, block_m = 64, max(16, power_of_two(rows))
     if not is_hopper(x.device):
         block_k, stages = 64, 3
-    elif gated and block_m == 32:
+    elif gated and block_m <= 32 and (block_m == 32 or outputs <= _FEW_GATED):
         block_k, stages = 64, 6
     elif block_m <= 32:
-        block_k, stages = 128, 6 if parts > 1 and inputs >= _LONG else 4
+        block_k, stages = 128, _stages(block_m, parts, inputs)
     elif outputs >= _VAST:
         block_n, block_k, stages = 128, 64, 4
     else:
@@ -141,6 +142,15 @@ def _multiply_skinny(
         PARTS=out.dim() == 3, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
         num_warps=4, num_stages=stages, **overlapped(x.device),
     )  # fmt: skip
+
+
+def _stages(block_m: int, parts: int, inputs: int) -> int:
+    """Returns the number of tiles that a skinny product of up to 32 rows has under way."""
+    if parts == 1:
+        return 4
+    if inputs >= _LONG:
+        return 6
+    return 5 if block_m == 16 else 4
 
 
 def _multiply_tiled(
