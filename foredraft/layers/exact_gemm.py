@@ -15,9 +15,10 @@ from foredraft.kernel_launch import overlapped, power_of_two
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
-# Up to which one program adds up both halves, where columns are few: each half alone would write
-# and read float32.
+# Up to which one program adds up both halves of fewer than _LONG columns, and beyond of at most
+# _FEW: each half alone would write and read float32.
 _SUMMED_ROWS = 1024
+_FEW = 4096
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
@@ -96,7 +97,8 @@ def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torc
 
 def sums_parts(weight: torch.Tensor, num_rows: int) -> bool:
     """Returns whether `multiply_parts` is fastest for so many rows of a weight in two parts."""
-    return PART_ROWS < num_rows <= _SUMMED_ROWS and weight.shape[1] < _LONG
+    inputs = weight.shape[1]
+    return num_rows > PART_ROWS and inputs < (_LONG if num_rows <= _SUMMED_ROWS else _FEW + 1)
 
 
 def multiply_parts(
@@ -197,7 +199,7 @@ def _tile(rows: int) -> tuple[int, int, int, int, int]:
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
-    return 128, 128, 64, 8, 4
+    return (128, 128, 64, 8, 4) if rows <= _SUMMED_ROWS else (128, 256, 64, 8, 4)
 
 
 @functools.cache

@@ -87,11 +87,14 @@ def test_parts_are_the_same_bits_beside_any_number_and_what_the_norm_adds_up():
 
 @needs_gpu
 @pytest.mark.gpu
-def test_halves_in_one_kernel_and_in_two_are_the_same_bits():
-    method, weight = ExactMethod(Proofs()), numbers(4096, 4096).mul_(0.02)
-    x = numbers(2048, 4096, outliers=0.002)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (3072, 4096), (4096, 7168)])
+def test_halves_in_one_kernel_and_in_two_are_the_same_bits(outputs, inputs):
+    method, weight = ExactMethod(Proofs()), numbers(outputs, inputs).mul_(0.02)
+    x = numbers(4000, inputs, outliers=0.002)
     wanted = (exact_gemm.multiply_in_parts(x, weight, 2)).sum(0).to(x.dtype)
-    for num_rows in (128, 129, 200, 512, 1024, 1025):
+    by_library = exact_linear._library_parts(x[:2048], weight, 2).sum(0).to(x.dtype)
+    assert same_bits(by_library, wanted[:2048])
+    for num_rows in (128, 129, 200, 512, 1024, 1025, 2500, 4000):
         rows = x[:num_rows].contiguous()
         assert same_bits(method.multiply(rows, weight, None), wanted[:num_rows]), num_rows
 
