@@ -12,6 +12,7 @@ import torch
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import rounded_rows
 from foredraft.layers.linear import LinearMethod
+from foredraft.layers.padded_rows import new_rows
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import Exchange, constants_of
 
@@ -38,7 +39,7 @@ def rms_norm(
         reader: Method of the layer that reads the result first, None if there is none.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
+    result = new_rows(rows, *rows.shape) if out is None else out
     _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None, reader)
     return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
@@ -84,7 +85,7 @@ def add_norm(
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
         reader: Method of the layer that reads the result first, None if there is none.
     """
-    out = torch.empty_like(stream, memory_format=torch.contiguous_format)
+    out = new_rows(stream, *stream.shape)
     post_weight, post_eps = post if post is not None else (None, 0.0)
     if group.size > 1:
         weights = post_weight, post_eps, weight, eps
@@ -285,7 +286,7 @@ def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
     from foredraft.layers import triton_kernels
 
     num_rows, size = both.shape[0], both.shape[1] // 2
-    out = both.new_empty((num_rows, size))
+    out = new_rows(both, num_rows, size)
     if num_rows:
         triton_kernels.gate[(num_rows, -(-size // 1024))](
             both, out, size, KIND=kind, BLOCK=1024, **overlapped(both.device)

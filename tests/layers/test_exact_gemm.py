@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.layers import exact_gemm, exact_linear, fused, skinny_gemm
-from foredraft.layers.exact_linear import ExactMethod, Proofs, proven_size
+from foredraft.layers.exact_linear import ExactMethod, Proofs
 from foredraft.layers.linear import Linear
+from foredraft.layers.padded_rows import proven_size, with_more
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton
 
 ROWS = (1, 2, 3, 8, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 512, 777, 1024)
@@ -183,6 +184,16 @@ def test_a_broken_file_of_proofs_is_not_read(tmp_path, caplog):
     file.write_text("[1")
     Proofs(file)
     assert "is not read" in caplog.text
+
+
+def test_rows_are_padded_in_place_where_there_is_room():
+    rows = torch.arange(40.0).view(10, 4)
+    padded = with_more(rows[2:5], 8)
+    assert padded.data_ptr() == rows[2].data_ptr()
+    assert torch.equal(padded, rows[2:])
+    copied = with_more(rows[2:5], 9)
+    assert copied.shape == (9, 4)
+    assert torch.equal(copied[:3], rows[2:5])
 
 
 def test_rows_are_padded_by_less_than_an_eighth():
