@@ -115,25 +115,23 @@ def _norm_of_ranks(
         return
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    gathered, at_once = x, num_rows
+    gathered, programs = x, num_rows
     if memory is None:
         exchange = Exchange((x,), (x,), x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
-        at_once = min(num_rows, memory.num_programs)
-        exchange = memory.exchange(at_once, size, x.dtype)
-    for first in range(0, num_rows, at_once):
-        rows = slice(first, min(first + at_once, num_rows))
-        triton_kernels.norm_of_ranks[(rows.stop - first,)](
-            x[rows], parts[:, rows], weight if post_weight is None else post_weight, weight,
-            out[rows], x if copy is None else copy[rows], gathered, *exchange.exchange_arguments,
-            x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-            0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
-            BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-            SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-            **constants_of(exchange), **overlapped(x.device),
-        )  # fmt: skip
+        programs = min(num_rows, memory.num_programs)
+        exchange = memory.exchange(programs, size, x.dtype)
+    triton_kernels.norm_of_ranks[(programs,)](
+        x, parts, weight if post_weight is None else post_weight, weight, out,
+        x if copy is None else copy, gathered, *exchange.exchange_arguments,
+        x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
+        0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
+        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
+        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        **constants_of(exchange), **overlapped(x.device),
+    )  # fmt: skip
 
 
 def rows_of_ranks(
@@ -152,16 +150,13 @@ def rows_of_ranks(
     memory = group.memory_for(num_rows, size, table.dtype)
     if memory is None:
         return None
-    out, at_once = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
-    exchange = memory.exchange(at_once, size, table.dtype)
-    block = power_of_two(size)
-    for start in range(0, num_rows, at_once):
-        rows = slice(start, min(start + at_once, num_rows))
-        triton_kernels.row_of_ranks[(rows.stop - start,)](
-            table, tokens[rows], out[rows], *exchange.exchange_arguments, first, count, size,
-            BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
-            **overlapped(table.device),
-        )  # fmt: skip
+    out, programs = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
+    exchange, block = memory.exchange(programs, size, table.dtype), power_of_two(size)
+    triton_kernels.rows_of_ranks[(programs,)](
+        table, tokens, out, *exchange.exchange_arguments, first, count, num_rows, size,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
+        **overlapped(table.device),
+    )  # fmt: skip
     return out
 
 
