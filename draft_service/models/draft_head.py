@@ -165,18 +165,17 @@ class HeadLayer(nn.Module):
         angles = run.angles[self._rope]
         if owns_stream and next_norm is not None:
             own = self._index, run.batch, run.kv, run.attention, run.plan
-            x = self.mlp_norm.add(stream, self.attention(x, angles, *own, later=True))
-            return stream, next_norm.add(stream, self.mlp(x, later=True))
+            x = self.mlp_norm.add(stream, self.attention(x, angles, *own, later=True)).rows
+            return stream, next_norm.add(stream, self.mlp(x, later=True)).rows
         # The sum may overwrite attention's result, which nothing else reads.
         out = self.attention(x, angles, self._index, run.batch, run.kv, run.attention, run.plan)
         if is_last and run.kept_rows is not None:
             out, stream = out[run.kept_rows], stream[run.kept_rows]
-        delta = self.mlp(self.mlp_norm.add(out, stream), later=next_norm is not None)
+        delta = self.mlp(self.mlp_norm.add(out, stream).rows, later=next_norm is not None)
         if next_norm is None:
             out.add_(delta)
             return out, out
-        normed = next_norm.add(out, delta)
-        return out, normed
+        return out, next_norm.add(out, delta).rows
 
 
 class DraftHead(nn.Module, ABC):

@@ -9,6 +9,7 @@ from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.norm import RMSNorm
+from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import rotate
 from foredraft.layers.row_kernels import RowKernels, kernels_for
@@ -96,6 +97,7 @@ class SelfAttention(nn.Module):
         attention: AttentionBackend,
         plan: object,
         later: bool = False,
+        rounded: RoundedRows | None = None,
     ) -> torch.Tensor:
         """Computes attention, [num_rows, input_size] -> [num_rows, hidden_size].
 
@@ -103,8 +105,9 @@ class SelfAttention(nn.Module):
             angles: Angles that `rotary.Rotary` computed for the batch's positions.
             layer: Index of the layer in the cache.
             later: Whether the result may be the parts of `Linear.deferred`.
+            rounded: See `Linear.deferred`.
         """
-        heads = self.qkv.deferred(x)
+        heads = self.qkv.deferred(x, rounded)
         # Only products on GPUs come in parts, and their kernels add them up.
         own = x.new_empty(x.shape[0], *self._queries) if heads.dim() == 3 else None
         heads = heads.view(*heads.shape[:-2], *self._shape)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import rounded_rows
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.normed import RoundedRows
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 
@@ -76,21 +76,40 @@ class Fp8Method(LinearMethod):
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        if self.is_exact and _are_few(x):
-            return self._multiply(linear, x)
-        # The library gives the kernel's bits: it too makes one pass over the inputs, with the same
-        # short sums in the tensor cores.
-        out = (self._scaled_blocks if self._by_blocks else _scaled_rows)(linear, x).to(x.dtype)
-        return out if linear.bias is None else out.add_(linear.bias)
+        return self._apply(linear, x, None)
+
+    def apply_rounded(self, linear: Linear, x: torch.Tensor, rounded: RoundedRows) -> torch.Tensor:
+        """See LinearMethod."""
+        return self._apply(linear, x, rounded)
 
     def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
         """See LinearMethod."""
-        return self._multiply(linear, x, gated=True) if self.is_exact and _are_few(x) else None
+        return self._multiply(linear, x, None, gated=True) if self._is_for_kernel(x) else None
 
-    def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+    def apply_gated_rounded(
+        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows
+    ) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return self._multiply(linear, x, rounded, gated=True) if self._is_for_kernel(x) else None
+
+    def _is_for_kernel(self, x: torch.Tensor) -> bool:
+        return self.is_exact and _are_few(x)
+
+    def _apply(self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None) -> torch.Tensor:
+        if self._is_for_kernel(x):
+            return self._multiply(linear, x, rounded)
+        # The library gives the kernel's bits: it too makes one pass over the inputs, with the same
+        # short sums in the tensor cores.
+        by_library = _scaled_blocks if self._by_blocks else _scaled_rows
+        out = by_library(linear, x, rounded).to(x.dtype)
+        return out if linear.bias is None else out.add_(linear.bias)
+
+    def _multiply(
+        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None, gated: bool = False
+    ) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        rows, scales = quantize_rows(x, self._size)
+        rows, scales = rounded or quantize_rows(x, self._size)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
@@ -114,17 +133,6 @@ class Fp8Method(LinearMethod):
         result = size * linear.num_outputs * itemsize
         # The library gives bfloat16, from which other types are made.
         return ProductBytes(result, max(rounded + padded, result))
-
-    @staticmethod
-    def _scaled_blocks(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        count = x.shape[0]
-        size = _block_rows(count)
-        wide = F.pad(x, (0, 0, 0, size - count)) if size > count else x
-        rows, scales = quantize_rows(wide, BLOCK)
-        return torch._scaled_mm(
-            rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales.t(),
-            out_dtype=torch.bfloat16,
-        )[:count]  # fmt: skip
 
 
 def _fp8_tile(
@@ -154,12 +162,24 @@ def _block_rows(count: int) -> int:
     return max(_LEAST_ROWS, -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
-def _scaled_rows(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    rows, scales = quantize_rows(x)
+def _scaled_rows(linear: Linear, x: torch.Tensor, rounded: RoundedRows | None) -> torch.Tensor:
+    rows, scales = rounded or quantize_rows(x)
     return torch._scaled_mm(
         rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales,
         out_dtype=torch.bfloat16, use_fast_accum=True,
     )  # fmt: skip
+
+
+def _scaled_blocks(linear: Linear, x: torch.Tensor, rounded: RoundedRows | None) -> torch.Tensor:
+    count = x.shape[0]
+    size = _block_rows(count)
+    if size > count:
+        x, rounded = F.pad(x, (0, 0, 0, size - count)), None
+    rows, scales = rounded or quantize_rows(x, BLOCK)
+    return torch._scaled_mm(
+        rows, linear.weight.t(), scale_a=scales.t(), scale_b=linear.scales.t(),
+        out_dtype=torch.bfloat16,
+    )[:count]  # fmt: skip
 
 
 def _block_scales(matrix: Matrix) -> torch.Tensor:
@@ -171,30 +191,24 @@ def _has_kernel(capability: tuple[int, int]) -> bool:
     return _FIRST_KERNEL <= capability < _AFTER_KERNEL
 
 
-def quantize_rows(x: torch.Tensor, size: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, size: int = 0) -> RoundedRows:
     """Converts rows to 8-bit floats with scales.
 
     Args:
         x: [n, inputs], rows to convert.
         size: Number of columns that share a scale, a divisor of the inputs; 0 for whole rows.
-
-    Returns:
-        float8_e4m3fn [n, inputs], and scales float32 [inputs / size, n].
     """
     from foredraft.layers import fp8_kernels as kernels
 
     count, inputs = x.shape
     size = size or inputs
-    if (found := rounded_rows.kept(x, inputs // size)) is not None:
-        return found
-    out = torch.empty((count, inputs), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((inputs // size, count), dtype=torch.float32, device=x.device)
+    found = RoundedRows.empty(count, inputs, size, x.device)
     if count:
         block = power_of_two(size)
         # Few rows are spread over more programs; many would be too many programs of 128 numbers.
         parts = max(1, _COLUMNS // block) if count > MOST_ROWS else 1
         kernels.quantize_rows[(count, -(-(inputs // size) // parts))](
-            x, out, scales, size, inputs, count, PARTS=parts, BLOCK=block,
+            x, found.numbers, found.scales, size, inputs, count, PARTS=parts, BLOCK=block,
             num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
         )  # fmt: skip
-    return out, scales
+    return found

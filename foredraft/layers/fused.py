@@ -10,8 +10,8 @@ import functools
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import rounded_rows
 from foredraft.layers.linear import LinearMethod
+from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import Exchange, constants_of
 
@@ -27,7 +27,6 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
-    reader: LinearMethod | None = None,
 ) -> torch.Tensor:
     """Normalises rows.
 
@@ -35,11 +34,10 @@ def rms_norm(
         x: [..., size], the last dimension contiguous; more than two dimensions must be contiguous.
         out: Result [rows, size] with contiguous rows; may be a part of wider rows. None allocates
             it.
-        reader: Method of the layer that reads the result first, None if there is none.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
-    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None, reader)
+    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None)
     return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
 
@@ -73,7 +71,7 @@ def add_norm(
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
     reader: LinearMethod | None = None,
-) -> torch.Tensor:
+) -> Normed:
     """Adds delta to the stream in place, and normalises the sum.
 
     Args:
@@ -82,17 +80,17 @@ def add_norm(
         group: Ranks whose deltas are added up.
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
-        reader: Method of the layer that reads the result first, None if there is none.
+        reader: Method of the layer that reads the result first, None if there is none. Rows are
+            rounded for it, but not sums of several ranks.
     """
     out = torch.empty_like(stream, memory_format=torch.contiguous_format)
     post_weight, post_eps = post if post is not None else (None, 0.0)
+    weights = post_weight, post_eps, weight, eps
     if group.size > 1:
-        weights = post_weight, post_eps, weight, eps
         _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
-    else:
-        weights = post_weight, post_eps, weight, eps
-        _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
-    return out
+        return Normed(out)
+    rounded = _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
+    return Normed(out, rounded)
 
 
 def _norm_of_ranks(
@@ -176,20 +174,17 @@ def _norm(
     copy: torch.Tensor | None,
     picked: torch.Tensor | None,
     reader: LinearMethod | None = None,
-) -> None:
+) -> RoundedRows | None:
     from foredraft.layers import triton_kernels
 
     num_rows, size = out.shape
     if not num_rows:
-        return
+        return None
     block = power_of_two(size)
-    numbers, scales = out, out
-    rounds = None if reader is None else reader.rounds
+    rounds, rounded = None if reader is None else reader.rounds, None
     if rounds is not None:
-        numbers = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-        groups = size // rounds if rounds else 1
-        scales = torch.empty((groups, num_rows), dtype=torch.float32, device=x.device)
-        rounded_rows.keep(out, numbers, scales)
+        rounded = RoundedRows.empty(num_rows, size, rounds, x.device)
+    numbers, scales = (out, out) if rounded is None else rounded
     parts, part_stride = 1, 0
     if delta is not None and delta.dim() == 3:
         parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
@@ -204,6 +199,7 @@ def _norm(
         EARLY=reader is not None and num_rows <= reader.early_rows,
         num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
     )  # fmt: skip
+    return rounded
 
 
 def angles(

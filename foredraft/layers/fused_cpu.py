@@ -13,6 +13,7 @@ import torch
 
 from foredraft.cpu import _kernels
 from foredraft.layers.linear import LinearMethod
+from foredraft.layers.normed import Normed
 from foredraft.parallel.group import SINGLE, Group
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -24,12 +25,9 @@ def rms_norm(
     eps: float,
     full_precision: bool,
     out: torch.Tensor | None = None,
-    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> torch.Tensor:
-    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway, and are
-    never rounded.
-    """
+    """Normalises rows, see `fused.rms_norm`; float32 rows have full precision anyway."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = rows.new_empty(rows.shape) if out is None else out
     num_rows, size = rows.shape
@@ -77,7 +75,7 @@ def add_norm(
     group: Group = SINGLE,
     reader: LinearMethod | None = None,
     kernel: int = 0,
-) -> torch.Tensor:
+) -> Normed:
     """Adds delta [rows, size] to the stream in place, and normalises the sum; see
     `fused.add_norm`. Nothing is rounded.
     """
@@ -95,7 +93,7 @@ def add_norm(
         stream.stride(0), delta.stride(0), size, 0 if copy is None else copy.stride(0),
         num_rows, size, kernel, eps, first_eps,
     )  # fmt: skip
-    return out
+    return Normed(out)
 
 
 def angles(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import cpu_products, skinny_gemm
+from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group, share
 
@@ -119,6 +120,18 @@ class LinearMethod(ABC):
         """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
         return None
 
+    def apply_rounded(
+        self, linear: "Linear", x: torch.Tensor, rounded: RoundedRows
+    ) -> torch.Tensor:
+        """Computes `apply` of rows that are rounded already; for methods with `rounds` alone."""
+        raise NotImplementedError
+
+    def apply_gated_rounded(
+        self, linear: "Linear", x: torch.Tensor, rounded: RoundedRows
+    ) -> torch.Tensor | None:
+        """Computes `apply_gated` of rows that are rounded already, as `apply_rounded` does."""
+        raise NotImplementedError
+
 
 class Linear(nn.Module):
     """Computes y = x W^T + b. W may hold several matrices of a checkpoint, stacked by rows.
@@ -224,16 +237,28 @@ class Linear(nn.Module):
         """
         return self.method.apply_from(self, x, first)
 
-    def deferred(self, x: torch.Tensor) -> torch.Tensor:
+    def deferred(self, x: torch.Tensor, rounded: RoundedRows | None = None) -> torch.Tensor:
         """Computes y, as `forward` does or in parts whose sum the caller must take, and that of all
         ranks where they divide the inputs.
 
         Where parts are faster, returns them as float32 [parts, num_rows, num_outputs].
+
+        Args:
+            rounded: The rows of x as 8-bit floats, where the norm before this layer has made them.
+                The result is not in parts then.
         """
+        if rounded is not None:
+            return self.method.apply_rounded(self, x, rounded)
         return self.method.apply_deferred(self, x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
+    def gated(self, x: torch.Tensor, rounded: RoundedRows | None = None) -> torch.Tensor | None:
+        """Computes silu(first half of the outputs) * second half; None without a kernel for it.
+
+        Args:
+            rounded: See `deferred`.
+        """
+        if rounded is not None:
+            return self.method.apply_gated_rounded(self, x, rounded)
         return self.method.apply_gated(self, x)
 
 

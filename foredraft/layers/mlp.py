@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
+from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
@@ -56,15 +57,20 @@ class GatedMLP(nn.Module):
         """Returns the memory of the block's weights by tensor name; names begin with `prefix`."""
         return self.gate_up.targets(prefix) | self.down.targets(prefix)
 
-    def forward(self, x: torch.Tensor, later: bool = False) -> torch.Tensor:
-        """Computes the block, [num_rows, hidden] -> [num_rows, hidden]; `later` allows the
-        parts of `Linear.deferred` instead.
+    def forward(
+        self, x: torch.Tensor, later: bool = False, rounded: RoundedRows | None = None
+    ) -> torch.Tensor:
+        """Computes the block, [num_rows, hidden] -> [num_rows, hidden].
+
+        Args:
+            later: Whether the result may be the parts of `Linear.deferred`.
+            rounded: See `Linear.deferred`.
         """
         down = self.down.deferred if later else self.down
-        inner = self.gate_up.gated(x) if self._kind == "silu" else None
+        inner = self.gate_up.gated(x, rounded) if self._kind == "silu" else None
         if inner is not None:
             return down(inner)
-        both = self.gate_up(x)
+        both = self.gate_up(x) if rounded is None else self.gate_up.deferred(x, rounded)
         if (kernels := kernels_for(both)) is not None:
             return down(kernels.gated(both, self._kind))
         return down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

@@ -1,12 +1,11 @@
 """Root-mean-square normalisation."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.linear import Linear
+from foredraft.layers.normed import Normed
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
@@ -25,11 +24,7 @@ class RMSNorm(nn.Module):
 
     Attributes:
         weight: [size]. The loader adds an offset that checkpoints leave out (Gemma's 1).
-        reader: Returns the layer that reads the results of `forward` and `add` first. On a GPU its
-            method decides whether they are rounded to 8-bit floats at once, and when it may start.
     """
-
-    reader: Callable[[], Linear] | None = None
 
     def __init__(
         self, size: int, eps: float, full_precision: bool, dtype: torch.dtype, device: torch.device
@@ -49,7 +44,7 @@ class RMSNorm(nn.Module):
         """
         weight = self.weight
         if (kernels := kernels_for(x, weight, out)) is not None:
-            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out, self._method())
+            return kernels.rms_norm(x, weight, self.eps, self.full_precision, out)
         result = self._norm(x)
         return result if out is None else out.copy_(result)
 
@@ -82,7 +77,8 @@ class RMSNorm(nn.Module):
         post: "RMSNorm | None" = None,
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
-    ) -> torch.Tensor:
+        reader: Linear | None = None,
+    ) -> Normed:
         """Adds `delta`, or its norm by `post`, to `stream` in place, and returns the norm of
         the sum.
 
@@ -91,6 +87,8 @@ class RMSNorm(nn.Module):
             delta: [num_rows, size], or the parts that `Linear.deferred` gives.
             copy: Second place for the sum; may be a part of wider rows.
             group: Ranks whose deltas are added up first.
+            reader: Layer that reads the norm first. On a GPU its method decides whether the rows
+                are rounded to 8-bit floats at once, and when it may start.
         """
         weight = self.weight
         post_weight = None if post is None else post.weight
@@ -105,17 +103,14 @@ class RMSNorm(nn.Module):
                 first,
                 copy,
                 group,
-                self._method(),
+                None if reader is None else reader.method,
             )
         if group.size > 1:
             delta = group.all_reduce(delta)
         stream.add_(delta if post is None else post(delta))
         if copy is not None:
             copy.copy_(stream)
-        return self._norm(stream)
-
-    def _method(self) -> LinearMethod | None:
-        return None if self.reader is None else self.reader().method
+        return Normed(self._norm(stream))
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
         if self.full_precision:

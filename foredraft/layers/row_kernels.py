@@ -6,6 +6,7 @@ import torch
 
 from foredraft.layers import fused, fused_cpu
 from foredraft.layers.linear import LinearMethod
+from foredraft.layers.normed import Normed
 from foredraft.parallel.group import SINGLE, Group
 
 
@@ -19,7 +20,6 @@ class RowKernels(Protocol):
         eps: float,
         full_precision: bool,
         out: torch.Tensor | None = None,
-        reader: LinearMethod | None = None,
     ) -> torch.Tensor: ...
     def norm_of_rows(
         self,
@@ -42,7 +42,7 @@ class RowKernels(Protocol):
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
         reader: LinearMethod | None = None,
-    ) -> torch.Tensor: ...
+    ) -> Normed: ...
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...

@@ -13,6 +13,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
+from foredraft.layers.normed import Normed
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
@@ -76,15 +77,13 @@ class DecoderLayer(nn.Module):
             config, layer, config.hidden_size, dtype, device, group
         )
         self.attention_norm = norm()
-        self.attention_norm.reader = lambda: self.attention.qkv
         self.mlp_norm = norm()
-        self.mlp_norm.reader = lambda: self.mlp.gate_up
         self.attention_post_norm = norm() if config.sandwich_norms else None
         self.mlp_post_norm = norm() if config.sandwich_norms else None
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Normed,
         stream: torch.Tensor,
         angles: Angles,
         layer: int,
@@ -93,8 +92,9 @@ class DecoderLayer(nn.Module):
         attention: AttentionBackend,
         plan: object,
         next_norm: RMSNorm,
+        next_reader: Linear | None,
         copy: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> Normed:
         """Computes the next layer's input [num_rows, hidden_size].
 
         Adding to the stream and its next norm are one pass.
@@ -103,12 +103,16 @@ class DecoderLayer(nn.Module):
             x: [num_rows, hidden_size], the stream after `attention_norm`.
             stream: [num_rows, hidden_size], added to in place.
             next_norm: Norm that the stream gets after this layer.
+            next_reader: Layer that reads the result first; None for none that gains from it.
             copy: Second place for the stream after this layer, or None.
         """
-        x = self.attention(x, angles, layer, batch, kv, attention, plan, later=True)
-        x = self.mlp_norm.add(stream, x, self.attention_post_norm, None, self._group)
-        x = self.mlp(x, later=True)
-        return next_norm.add(stream, x, self.mlp_post_norm, copy, self._group)
+        own, group = (angles, layer, batch, kv, attention, plan), self._group
+        delta = self.attention(x.rows, *own, later=True, rounded=x.rounded)
+        x = self.mlp_norm.add(
+            stream, delta, self.attention_post_norm, None, group, self.mlp.gate_up
+        )
+        delta = self.mlp(x.rows, later=True, rounded=x.rounded)
+        return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Returns the memory of the layer's weights by tensor name; names begin with `prefix`."""
@@ -275,16 +279,19 @@ class DecoderModel(nn.Module):
         copies = dict(zip(capture, captured, strict=True))
         if 0 in copies:
             copies[0].copy_(stream)
-        norms = [layer.attention_norm for layer in self.decoder_layers[1:]] + [self.norm]
-        x = self.decoder_layers[0].attention_norm(stream)
+        after: list[tuple[RMSNorm, Linear | None]] = [
+            (layer.attention_norm, layer.attention.qkv) for layer in self.decoder_layers[1:]
+        ]
+        after.append((self.norm, None))
+        x = Normed(self.decoder_layers[0].attention_norm(stream))
         for index in self._layers_to_run(copies):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy = copies.get(index + 1)
-            x = layer(x, stream, rope, index, batch, kv, attention, plan, norms[index], copy)
+            x = layer(x, stream, rope, index, batch, kv, attention, plan, *after[index], copy)
         for layer_index, copy in zip(capture, captured, strict=True):
             if copy is not copies[layer_index]:  # asked for twice
                 copy.copy_(copies[layer_index])
-        return x, captured, streams
+        return x.rows, captured, streams
 
     @contextmanager
     def without_repeats(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers import fused, rounded_rows
+from foredraft.layers import fused
 from foredraft.layers.fp8_cuda import quantize_rows
 from foredraft.layers.linear import PlainMethod
 from foredraft.layers.mlp import ACTIVATIONS
@@ -85,7 +85,7 @@ def test_adding_and_norm(dtype, with_post, with_copy):
     want_copy = torch.zeros(5, size, dtype=dtype)
     want = norm.add(
         stream, delta, post_norm if with_post else None, want_copy if with_copy else None
-    )
+    ).rows
     got = fused.add_norm(
         moved,
         moved_delta,
@@ -94,7 +94,7 @@ def test_adding_and_norm(dtype, with_post, with_copy):
         norm.full_precision,
         (post_norm.weight.to(DEVICE), 1e-5) if with_post else None,
         wide[:, size : 2 * size] if with_copy else None,
-    )
+    ).rows
     close(moved, stream, dtype)
     close(got, want, dtype)
     close(wide[:, size : 2 * size], want_copy, dtype)
@@ -112,16 +112,12 @@ def test_rounding_with_the_norm_is_rounding_after_it(monkeypatch, dtype, size, r
     )
     reader = PlainMethod()
     reader.rounds = rounds
-    for got in (
-        fused.rms_norm(stream, weight, 1e-5, False, None, reader),
-        fused.add_norm(stream, delta, weight, 1e-5, False, reader=reader),
-    ):
-        kept = rounded_rows.kept(got, size // rounds if rounds else 1)
-        assert kept is not None
-        numbers, scales = quantize_rows(got.clone(), rounds)
-        assert torch.equal(kept[0].view(torch.uint8), numbers.view(torch.uint8))
-        assert torch.equal(kept[1], scales)
-    assert rounded_rows.kept(fused.rms_norm(stream, weight, 1e-5, False), 1) is None
+    got, rounded = fused.add_norm(stream, delta, weight, 1e-5, False, reader=reader)
+    assert rounded is not None
+    want = quantize_rows(got, rounds)
+    assert torch.equal(rounded.numbers.view(torch.uint8), want.numbers.view(torch.uint8))
+    assert torch.equal(rounded.scales, want.scales)
+    assert fused.add_norm(stream, delta, weight, 1e-5, False).rounded is None
 
 
 def rope(kind, factor=1.0):
@@ -146,7 +142,7 @@ def test_adding_parts(dtype, num_parts):
     norm, post_norm = random_norm(size, False, dtype), random_norm(size, False, dtype, 2)
     stream, parts = random(5, size, dtype=dtype), random(num_parts, 5, size, seed=3)
     moved = stream.clone().to(DEVICE)
-    want = norm.add(stream, parts.sum(0).to(dtype), post_norm)
+    want = norm.add(stream, parts.sum(0).to(dtype), post_norm).rows
     got = fused.add_norm(
         moved,
         parts.to(DEVICE),
@@ -154,7 +150,7 @@ def test_adding_parts(dtype, num_parts):
         1e-5,
         norm.full_precision,
         (post_norm.weight.to(DEVICE), 1e-5),
-    )
+    ).rows
     close(moved, stream, dtype)
     close(got, want, dtype)
 

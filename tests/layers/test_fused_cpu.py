@@ -84,7 +84,7 @@ def test_adding_and_norm(size, with_post, kernel):
     got = fused_cpu.add_norm(
         moved, delta, weight, 1e-5, False, (post, 1e-3) if with_post else None,
         copy[:, size : 2 * size], kernel=kernel,
-    )  # fmt: skip
+    ).rows  # fmt: skip
     torch.testing.assert_close(moved.double(), added, rtol=1e-6, atol=1e-6)
     # Of the sum as it was rounded.
     close(got, norm64(moved, weight, 1e-5))
@@ -96,10 +96,10 @@ def test_adding_and_norm(size, with_post, kernel):
 def test_many_rows_are_shared_by_threads():
     x, weight, delta = random(900, 320), random(320, seed=1), random(900, 320, seed=2)
     alone, together = x.clone(), x.clone()
-    want = fused_cpu.add_norm(alone, delta, weight, 1e-5, False)
+    want = fused_cpu.add_norm(alone, delta, weight, 1e-5, False).rows
     _kernels.set_num_threads(3)
     try:
-        got = fused_cpu.add_norm(together, delta, weight, 1e-5, False)
+        got = fused_cpu.add_norm(together, delta, weight, 1e-5, False).rows
     finally:
         _kernels.set_num_threads(1)
     assert torch.equal(got, want)
@@ -235,7 +235,7 @@ def test_instruction_sets_that_fuse_give_the_same_bits():
         stream = x.clone()
         normed = fused_cpu.add_norm(
             stream, delta, weight, 1e-5, False, (weight, 1e-5), kernel=kernel
-        )
+        ).rows
         gates = [
             fused_cpu.gated(x[:, :332].contiguous(), kind, kernel) for kind in fused_cpu._KINDS
         ]
@@ -298,7 +298,7 @@ def test_modules_write_to_any_type():
         close(out, norm64(x[rows], norm.weight, 1e-5))
         assert torch.equal(copy.float(), x[rows])
         stream = x.clone()
-        got = norm.add(stream, delta, post, copy)
+        got = norm.add(stream, delta, post, copy).rows
         assert torch.equal(copy.float(), stream)
         torch.testing.assert_close(
             stream.double(), x.double() + norm64(delta, post.weight, 1e-5), rtol=1e-6, atol=1e-6
