@@ -1,11 +1,11 @@
 """Launch options of Triton kernels: overlap with the kernel before, block sizes, number of
-variants; and what must not happen while they are captured.
+variants; what must not happen while they are captured; and how long kernels take.
 """
 
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -83,3 +83,18 @@ def power_of_two(size: int) -> int:
     Equals `triton.next_power_of_2`, which takes 2 us a call and needs Triton to be installed.
     """
     return 1 << (size - 1).bit_length()
+
+
+def times_on_gpu(run: Callable[[], object], count: int) -> list[float]:
+    """Returns the milliseconds that the current stream's GPU takes for `count` calls of a function
+    that launches kernels, one after the other.
+    """
+    times = []
+    for _ in range(count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times

@@ -9,12 +9,14 @@ then all of them in the order of a forward. The floor is the bytes of the weight
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import skinny_gemm
 
 SHAPES = {
@@ -112,15 +114,7 @@ def _time(run: Callable[[], None]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
+    return statistics.median_high(times_on_gpu(graph.replay, 12)) * 1e3
 
 
 if __name__ == "__main__":

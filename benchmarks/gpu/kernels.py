@@ -23,6 +23,7 @@ from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.split_kv import Balance
 from foredraft.attention.triton_plan import TritonPlan, splits_for
+from foredraft.kernel_launch import times_on_gpu
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.sampling import sampling
@@ -49,15 +50,7 @@ def microseconds(run: Callable[[int], Any], calls: int = LAYERS) -> float:
     with torch.cuda.graph(graph):
         for call in range(calls):
             run(call)
-    times = []
-    for _ in range(15):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:]) * 1e3 / calls
+    return statistics.median(times_on_gpu(graph.replay, 15)[3:]) * 1e3 / calls
 
 
 class Table:

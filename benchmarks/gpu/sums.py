@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
+from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import fused
 from foredraft.parallel.group import SINGLE, Group
 from testing.gloo_ranks import NoLog
@@ -76,16 +77,9 @@ def _microseconds(run: Callable[..., torch.Tensor], *arguments: object) -> float
     with torch.cuda.graph(graph):
         for _ in range(SUMS):
             run(*arguments)
-    times = []
-    for _ in range(ROUNDS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        graph.replay()
-        ended.record()
-        torch.cuda.synchronize()
-        times.append(begun.elapsed_time(ended) / SUMS * 1e3)
+    times = times_on_gpu(graph.replay, ROUNDS)
     del graph
-    return statistics.median(times[3:])
+    return statistics.median(times[3:]) / SUMS * 1e3
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from foredraft.kernel_launch import no_collection
+from foredraft.kernel_launch import no_collection, times_on_gpu
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 
@@ -264,7 +264,8 @@ def _measured(
         captured = product()
         graph.capture_end()
         graph.replay()
-        microseconds = _least(graph) if num_rows <= library_sizes(_TIMED_ROWS)[-1] else 0.0
+        decides = num_rows <= library_sizes(_TIMED_ROWS)[-1]
+        microseconds = min(times_on_gpu(graph.replay, _REPLAYS)) * 1e3 if decides else 0.0
     torch.cuda.current_stream(device).wait_stream(side)
     if not _same_bits(captured, wanted):
         return None
@@ -274,19 +275,6 @@ def _measured(
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.view(torch.int16), y.view(torch.int16))
-
-
-def _least(graph: torch.cuda.CUDAGraph) -> float:
-    """Returns the microseconds of the fastest of a few replays."""
-    times = []
-    for _ in range(_REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return min(times)
 
 
 @functools.cache
