@@ -55,6 +55,9 @@ DEVICE void meet_block() { __syncthreads(); }
 
 DEVICE void meet_warp() { __syncwarp(); }
 
+// A number that all lanes have in common, as the compiler then knows.
+DEVICE u32 same_in_warp(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 DEVICE void load8(u32* into, u32 at) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(into[0]), "=r"(into[1]) : "r"(at) : "memory");
 }

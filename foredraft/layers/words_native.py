@@ -81,7 +81,7 @@ def multiply(
     groups = _UNIT * 8 // group if group in _GROUPS else 0
     found = plan(rows, outputs, inputs, parts, halves, groups, multiprocessors(x.device))
     constants = {
-        "PARTS": parts, "TILES": found.own * halves, "GATED": int(gated),
+        "INPUTS": inputs, "PARTS": parts, "TILES": found.own * halves, "GATED": int(gated),
         "GROUPS": max(1, groups), "CHANNEL": int(groups == 0), "STAGES": found.stages,
         "HAS_BIAS": int(linear.bias is not None),
     }  # fmt: skip
@@ -92,7 +92,7 @@ def multiply(
         constants, -(-outputs // (_TILE * found.own)), found.warps * 32, found.shared_bytes,
         (
             x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
-            rows, outputs, inputs // 8, found.chunk,
+            rows, outputs, found.chunk,
         ),
     )  # fmt: skip
     return out

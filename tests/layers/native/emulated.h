@@ -95,6 +95,7 @@ void wait_for_kernel_before() {}
 void let_next_kernel_start() {}
 void meet_block() { block->arrive_and_wait(); }
 void meet_warp() { own_warp().all.arrive_and_wait(); }
+int same_in_warp(int x) { return x; }
 
 u32 load4(u32 at) {
   u32 word;
