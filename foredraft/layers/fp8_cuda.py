@@ -149,7 +149,7 @@ def _fp8_tile(
     if outputs >= _WIDE:
         return 1, BLOCK, 8
     if gated:
-        return 1, BLOCK, 8 if block_m == 16 else 4
+        return 1, BLOCK, 4  # two programs share a multiprocessor
     if inputs % (2 * BLOCK):
         return 1, BLOCK, 8
     return 1, 2 * BLOCK, 8 if block_m == 16 else 6
