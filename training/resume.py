@@ -1,5 +1,6 @@
 """Saves the state of a run in files of less than 60 MiB, so that a later run continues exactly."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,15 @@ def _replace(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _write(content: dict[str, Any], path: Path) -> None:
+    # torch's own writer does not say that a disk is full.
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
     temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
+    try:
+        temporary.write_bytes(buffer.getbuffer())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(path)
 
 

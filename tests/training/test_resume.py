@@ -2,6 +2,7 @@
 off.
 """
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,20 @@ def test_a_save_that_is_cut_off_leaves_the_state_before(
     with pytest.raises(OSError, match="disk full"):
         save_state(state(4), path, part_bytes=1000)
     assert_equal(load_state(path), saved)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_the_state_before(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    save_state({"step": 1, "weight": torch.zeros(4)}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            save_state({"step": 2, "weight": torch.ones(10_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_state(path)["step"] == 1
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
