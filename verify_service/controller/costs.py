@@ -164,12 +164,12 @@ class CostModel:
         return max(min(seconds / math.exp(self._level) - self.target(batch, rows), most), -most)
 
     def pass_time(self, seconds: float) -> None:
-        """Lets waits on the device age by `seconds`, so that slow sizes are tried again."""
+        """Lets waits age by `seconds`, so that slow sizes are tried again."""
         self._aged += seconds / self._config.forget_seconds
         while self._aged >= 1:
             self._aged -= 1
-            for (_, is_ahead), known in self._drafts.items():
-                for seen in known.values() if is_ahead else ():
+            for known in self._drafts.values():
+                for seen in known.values():
                     if seen:
                         seen.popleft()
 

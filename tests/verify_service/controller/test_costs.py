@@ -155,10 +155,12 @@ def test_a_captured_draft_takes_no_longer_for_larger_trees_until_seen() -> None:
     assert costs.draft(0, 4, 3, is_ahead=True) == pytest.approx(3e-3, rel=0.06)
 
 
-def test_a_size_that_seemed_to_take_too_long_is_tried_again() -> None:
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["host", "device"])
+def test_a_size_that_seemed_to_take_too_long_is_tried_again(is_ahead: bool) -> None:
+    """As on a CPU that other programs slowed during a self-test: nothing was drafted ever after."""
     costs = CostModel(GRID)
     for _ in range(9):
-        costs.waited_within(0, 4, 3, 4, GRID.seconds(4, 4) + 9e-3)
-    assert costs.draft(0, 4, 3, is_ahead=True) == pytest.approx(9e-3, rel=0.06)
-    costs.pass_time(24.0)
-    assert costs.draft(0, 4, 3, is_ahead=True) < 2.5e-3
+        costs.waited(0, 4, 3, 9e-3, is_ahead)
+    assert costs.draft(0, 4, 3, is_ahead) == pytest.approx(9e-3, rel=0.06)
+    costs.pass_time(40.0)
+    assert costs.draft(0, 4, 3, is_ahead) < 2.5e-3
