@@ -107,9 +107,14 @@ class DecoderLayer(nn.Module):
             copy: Second place for the stream after this layer, or None.
         """
         own, group = (angles, layer, batch, kv, attention, plan), self._group
-        delta = self.attention(x.rows, *own, later=True, rounded=x.rounded)
+        # No name keeps attention's result: its memory is free for the MLP.
         x = self.mlp_norm.add(
-            stream, delta, self.attention_post_norm, None, group, self.mlp.gate_up
+            stream,
+            self.attention(x.rows, *own, later=True, rounded=x.rounded),
+            self.attention_post_norm,
+            None,
+            group,
+            self.mlp.gate_up,
         )
         delta = self.mlp(x.rows, later=True, rounded=x.rounded)
         return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
