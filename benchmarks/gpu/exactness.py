@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu.shapes import write_checkpoints
 from foredraft.attention.choice import exact_attention_for, target_attention_for
+from foredraft.kernel_launch import times_on_gpu
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import CudaMethod, Linear
 from foredraft.models.decoder import DecoderModel
@@ -93,7 +94,7 @@ def _both(model: DecoderModel, prepare: Callable[[str], Callable[[], object]]) -
             for level in LEVELS:
                 for linear, method in zip(linears, methods[level], strict=True):
                     linear.method = method
-                times[level].append(_milliseconds(runs[level]))
+                times[level] += times_on_gpu(runs[level], 1)
     return {level: sorted(found)[REPEATS // 2] for level, found in times.items()}
 
 
@@ -187,16 +188,7 @@ def _prompt(model: DecoderModel, level: str, num_tokens: int) -> Callable[[], ob
 
 def _median(run: Callable[[], object]) -> float:
     run()
-    return sorted(_milliseconds(run) for _ in range(REPEATS))[REPEATS // 2]
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+    return sorted(times_on_gpu(run, REPEATS))[REPEATS // 2]
 
 
 if __name__ == "__main__":
