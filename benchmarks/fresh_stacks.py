@@ -9,16 +9,23 @@ arm's speed is the tokens of all requests over the seconds from the first to the
 gives the default's speed over the better of always and never: the ratio of the means, and the
 interval that holds nine of ten such ratios when stacks are drawn again from those measured. Never
 drafting does not depend on the draft, so cells of one temperature share its stacks.
+
+    python -m benchmarks.fresh_stacks --stacks 5 --at-once 20
+
+On a machine of many cores: so many servers run side by side, each with its client on two cores of
+its own.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import statistics
 import sys
 import time
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.first_requests import PLAIN, ask, fresh_server
@@ -28,6 +35,8 @@ CELL_DRAFTS = ("NGRAM", "EAGLE3", "MTP", "STANDALONE")
 REQUESTS, TOKENS = 24, 96
 LONGEST = 600  # characters of a prompt
 DRAWS = 4000
+CORES = 2  # of each server, where several run side by side
+Arm = tuple[str, str, float]  # when it drafts, its draft, the temperature
 Speeds = dict[str, list[float]]  # tokens per second of each stack, by "arm, draft, temperature"
 
 
@@ -39,23 +48,53 @@ def main() -> int:
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--stacks", type=int, default=5, help="fresh servers of each arm [5]")
     parser.add_argument("--batch", type=int, default=1, help="requests at a time [1]")
+    parser.add_argument("--at-once", type=int, default=1, help="servers side by side [1]")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    arms = [("never", PLAIN, temperature) for temperature in args.temperature]
+    if args.at_once > 1 and args.at_once * CORES > len(os.sched_getaffinity(0)):
+        parser.error(f"--at-once: each server needs {CORES} cores of its own")
+    arms: list[Arm] = [("never", PLAIN, temperature) for temperature in args.temperature]
     for draft in args.drafts:
         arms += [(arm, draft, t) for t in args.temperature for arm in ("default", "always")]
     speeds: Speeds = {}
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"fresh_stacks_{args.batch}.json"
-    for number in range(args.stacks):
-        for arm, draft, temperature in arms if number % 2 == 0 else arms[::-1]:
-            speed = _speed(arm, draft, temperature, args.batch)
-            speeds.setdefault(_key(arm, draft, temperature), []).append(speed)
-            print(f"{number + 1}: {_key(arm, draft, temperature)}: {speed:.1f}", flush=True)
-        file.write_text(json.dumps(speeds, indent=1))
-        print(_table(speeds, args.drafts, args.temperature), flush=True)
+    with _pool(args.at_once) as pool:
+        asked = [
+            [pool.submit(_speed, *arm, args.batch) for arm in _turn(arms, number)]
+            for number in range(args.stacks)
+        ]
+        for number, stack in enumerate(asked):
+            for arm, speed in zip(_turn(arms, number), stack, strict=True):
+                speeds.setdefault(_key(*arm), []).append(speed.result())
+                print(f"{number + 1}: {_key(*arm)}: {speed.result():.1f}", flush=True)
+            file.write_text(json.dumps(speeds, indent=1))
+            print(_table(speeds, args.drafts, args.temperature), flush=True)
     print(f"wrote {file}")
     return 0
+
+
+def _turn(arms: list[Arm], number: int) -> list[Arm]:
+    """Returns the arms in the order of one stack: every other one goes backwards."""
+    return arms if number % 2 == 0 else arms[::-1]
+
+
+def _pool(at_once: int) -> ProcessPoolExecutor:
+    """Returns processes that each measure one server at a time, on cores of their own if there are
+    several.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    if at_once == 1:
+        return ProcessPoolExecutor(1, spawn)
+    cores = sorted(os.sched_getaffinity(0))
+    free = spawn.Queue()
+    for first in range(0, at_once * CORES, CORES):
+        free.put(cores[first : first + CORES])
+    return ProcessPoolExecutor(at_once, spawn, _take_cores, (free,))
+
+
+def _take_cores(free: "multiprocessing.Queue[list[int]]") -> None:
+    os.sched_setaffinity(0, free.get())
 
 
 def _key(arm: str, draft: str, temperature: float) -> str:
