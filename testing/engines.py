@@ -31,14 +31,19 @@ DRAFT_FLAGS = {field.name for field in fields(DraftConfig)} - {"listen"}
 
 @dataclass(slots=True)
 class Result:
-    """All outputs of an engine for one request."""
+    """All outputs of an engine for one request.
+
+    Attributes:
+        arrivals: For each output with tokens, its time in seconds of `perf_counter` and how many
+            tokens it brought.
+    """
 
     tokens: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
-    num_blocks: int = 0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -97,7 +102,8 @@ class Collector:
             result.logprobs += output.logprobs
             assert not (output.prompt_logprobs and result.tokens), "the prompt comes first"
             result.prompt_logprobs += output.prompt_logprobs
-            result.num_blocks += bool(output.tokens)
+            if output.tokens:
+                result.arrivals.append((time.perf_counter(), len(output.tokens)))
             number, count = self._cancel_at.get(output.tag, (0, 1 << 60))
             if len(result.tokens) >= count:
                 self._engine.cancel(number)

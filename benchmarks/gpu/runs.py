@@ -12,7 +12,6 @@ import numpy as np
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job
 from verify_service.engine.overlap import OverlapScheduler
-from verify_service.outputs import Load
 
 
 def random_jobs(
@@ -61,35 +60,25 @@ class Decoding:
 
 
 def time_decoding(harness: Harness, batch: int, prompt_tokens: int, output_tokens: int) -> Decoding:
-    """Measures one batch of random prompts behind a short one that compiles its kernels."""
+    """Measures one batch of random prompts behind a short one that compiles its kernels.
+
+    Time and tokens count from when all sequences have their first token, so no prompt is part of
+    them.
+    """
     rng = random.Random(1)
-
-    def jobs(num_tokens: int) -> list[Job]:
-        return random_jobs(rng, batch, prompt_tokens, num_tokens)
-
-    harness.run(jobs(48), timeout=600)
-    started = time.perf_counter()
-    harness.run(jobs(1), timeout=600)
-    prefill = time.perf_counter() - started
-    arrivals: list[float] = []
-    live = harness.engine._live
-    emit = live.emit
-
-    def timed(load: Load) -> None:
-        arrivals.append(time.perf_counter())
-        emit(load)
-
-    live.emit = timed  # type: ignore[method-assign]
-    started = time.perf_counter()
-    results = harness.run(jobs(output_tokens), timeout=600)
-    seconds = time.perf_counter() - started - prefill
-    live.emit = emit  # type: ignore[method-assign]
-    num_tokens = sum(len(result.tokens) for result in results)
-    verifies = [result.finish.verify_steps for result in results if result.finish]
-    gaps = np.diff(arrivals[2:]) * 1e3
+    for num_tokens in (48, output_tokens):
+        jobs = random_jobs(rng, batch, prompt_tokens, num_tokens)
+        results = harness.run(jobs, timeout=600)
+    started = max(result.arrivals[0][0] for result in results)
+    later = [[one for one in result.arrivals if one[0] > started] for result in results]
+    seconds = max(arrivals[-1][0] for arrivals in later) - started
+    num_tokens = sum(count for arrivals in later for _, count in arrivals)
+    num_steps = [len(arrivals) for arrivals in later]
+    longest = max(later, key=len)
+    gaps = np.diff([started, *(when for when, _ in longest)]) * 1e3
     return Decoding(
-        seconds / max(verifies) * 1e3,
-        (num_tokens - batch) / seconds,
-        (num_tokens - batch) / sum(verifies),
+        seconds / max(num_steps) * 1e3,
+        num_tokens / seconds,
+        num_tokens / sum(num_steps),
         float(np.percentile(gaps, 99)),
     )
