@@ -55,10 +55,11 @@ def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection, job
         return
     error = finish.error
     if error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
-        kind = PromptTooLong if error.field == "prompt" else InvalidRequest
-        is_grammar = error.field == "grammar"
-        told = _naming_function(error.message, job.functions) if is_grammar else error.message
-        raise kind(error.field, told)
+        if error.field == "prompt":
+            raise PromptTooLong(error.field, error.message)
+        if error.field == "grammar" and job.functions:
+            raise _wrong_grammar(error.message, job.functions)
+        raise InvalidRequest(error.field, error.message)
     if error.code == verify_pb2.ERROR_CODE_OVERLOADED:
         raise Overloaded(error.message, error.retry_after_seconds)
     if error.code == verify_pb2.ERROR_CODE_UNAVAILABLE:
@@ -67,9 +68,13 @@ def raise_failure(finish: verify_pb2.Finish, connection: VerifierConnection, job
     raise ForedraftError(error.message)
 
 
-def _naming_function(message: str, functions: Sequence[str]) -> str:
-    """Returns a message on a grammar with the function's name in place of its part's number."""
+def _wrong_grammar(message: str, functions: Sequence[str]) -> InvalidRequest:
+    """Returns the error for a grammar of calls; it names the function whose part is wrong, if one
+    is.
+    """
     part = re.match(r"(?:structures\.|rule (?:call|parameter)_)(\d+)(?:_\d+)?: ", message)
-    if part is not None and int(part[1]) < len(functions):
-        return f"the function {functions[int(part[1])]!r}: {message[part.end() :]}"
-    return f"the function {functions[0]!r}: {message}" if len(functions) == 1 else message
+    if part is None:
+        return InvalidRequest("grammar", message.removeprefix("rule text: "))
+    return InvalidRequest(
+        "tools", f"the function {functions[int(part[1])]!r}: {message[part.end() :]}"
+    )

@@ -48,7 +48,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             with self._gate.admit(_authorization(context)), naming(_names(request)):
                 use, convention = self._functions(request)
                 job = await self._job(request, context.time_remaining(), use, convention)
-                calls = use and convention and CallFinder(use, convention, job.num_choices)
+                has_grammar = _grammar(request.sampling.grammar) is not None
+                calls = use and convention and CallFinder(use, convention, job, has_grammar)
                 async with (
                     contextlib.aclosing(self._serving.generator.stream(job)) as chunks,
                     _patient_writes(self._serving.config.client_timeout) as watch,
@@ -117,9 +118,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
         grammar = _grammar(given.grammar)
         if use is not None and convention is not None:
-            if grammar is not None:
-                raise InvalidRequest("grammar", "does not go with functions that may be called")
-            grammar = call_grammar(use, convention, serving.tokenizer)
+            grammar = call_grammar(use, convention, serving.tokenizer, grammar)
         prompt = await self._prompt(request, use, convention)
         sampling = read_sampling(
             given,
@@ -246,7 +245,7 @@ def _names(request: inference_pb2.GenerateRequest) -> dict[str, str]:
         "continue_final_message": "chat.continue_final_message",
         "tools": "chat.functions",
         "tool_choice": "chat.function_name",
-        **({"grammar": "chat.functions"} if request.chat.functions else {}),
+        **({} if request.sampling.HasField("grammar") else {"grammar": "chat.functions"}),
     }
 
 

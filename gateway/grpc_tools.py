@@ -11,6 +11,7 @@ from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Chunk
 from gateway.http import MAX_OBJECTS
+from gateway.jobs import Job
 from gateway.openai.call_parsers import CallDeltas
 from gateway.openai.tools import (
     MAX_TOOLS,
@@ -96,12 +97,17 @@ def _message(given: inference_pb2.ChatMessage) -> dict[str, Any]:
 
 
 class CallFinder:
-    """Moves function calls out of the texts of a request's continuations."""
+    """Moves function calls out of the texts of a request's continuations.
 
-    def __init__(self, use: ToolUse, convention: Convention, num_choices: int) -> None:
+    Args:
+        has_grammar: Whether the text that may come in place of calls follows a grammar.
+    """
+
+    def __init__(self, use: ToolUse, convention: Convention, job: Job, has_grammar: bool) -> None:
         self._use = use
         self._deltas: Sequence[CallDeltas] = [
-            CallDeltas(convention, use.callable) for _ in range(num_choices)
+            CallDeltas(convention, use.callable, has_grammar and not use.is_required)
+            for _ in range(job.num_choices)
         ]
 
     def rewrite(self, response: inference_pb2.GenerateResponse, chunk: Chunk) -> None:

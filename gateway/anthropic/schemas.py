@@ -234,13 +234,15 @@ class CountBody(ExtendedBody):
         """Returns this body's name of a chat completions field."""
         if name.startswith("tools."):
             return name.replace(".function.parameters", ".input_schema").replace(".function.", ".")
+        config = self.output_config
+        has_format = config is not None and config.format is not None
         names = {
             "prompt": "messages",
             "max_new_tokens": "max_tokens",
             "max_completion_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
             "stop": "stop_sequences",
-            "grammar": "tools" if self.tools else "output_config.format.schema",
+            "grammar": "output_config.format.schema" if has_format else "tools",
             "response_format": "output_config.format",
             "reasoning_effort": "output_config.effort",
         }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.decoding import Chunk
-from gateway.openai.call_parsers import make_parser
+from gateway.openai.call_parsers import CallsOrText, make_parser
 from gateway.openai.harmony import HarmonyParser
 from gateway.openai.pieces import Piece
 from gateway.openai.reasoning import ReasoningStyle, ThinkSplitter
@@ -21,12 +21,14 @@ class AnswerFormat:
         style: Notation of reasoning, None where it is not separated.
         is_open: Whether answers begin inside reasoning; None where the model decides.
         functions: Functions that may be called.
+        is_calls_or_text: Whether answers are either calls or text, never both.
     """
 
     convention: Convention | None = None
     style: ReasoningStyle | None = None
     is_open: bool | None = None
     functions: tuple[Function, ...] = ()
+    is_calls_or_text: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -63,14 +65,14 @@ class AnswerParser:
         self.is_plain = form.is_plain
         self.num_reasoning_tokens = 0
         self._splitter: _Splitter | None = None
-        self._calls: CallParser | None = None
+        self._calls: CallParser | CallsOrText | None = None
         if form.is_harmony:
             self._splitter = HarmonyParser(form.convention is not None)
             return
         if form.style is not None:
             self._splitter = ThinkSplitter(form.is_open)
         if form.convention is not None:
-            self._calls = make_parser(form.convention, form.functions)
+            self._calls = make_parser(form.convention, form.functions, form.is_calls_or_text)
 
     def read(self, chunk: Chunk) -> list[Piece]:
         """Returns the pieces that a chunk makes certain."""

@@ -22,31 +22,67 @@ _DEFINITIONS = ("$defs", "definitions")
 START = "start: answer\n"
 
 
-def call_grammar(use: ToolUse, convention: Convention, tokenizer: Tokenizer) -> Grammar | None:
+def call_grammar(
+    use: ToolUse, convention: Convention, tokenizer: Tokenizer, answer: Grammar | None = None
+) -> Grammar | None:
     """Returns the grammar of answers in which functions may be called.
 
-    It is None where gpt-oss may write anything, since no call is required.
+    It is None where gpt-oss may write anything.
+
+    Args:
+        answer: JSON schema of the text that may come in place of calls; None leaves that text open.
+            Where a call is required there is no such text.
+
+    Raises:
+        InvalidRequest: The answer's grammar is no JSON schema, or a schema is wrong.
     """
+    if answer is not None and answer.kind is not GrammarKind.JSON_SCHEMA:
+        raise InvalidRequest(
+            "grammar",
+            "does not go with functions that may be called: give a JSON schema, or no functions",
+        )
+    schema = None
+    if answer is not None and not use.is_required:
+        if convention is Convention.LLAMA:
+            # llguidance's lexer does not go back from what began as the mark of a call.
+            raise InvalidRequest(
+                "grammar",
+                "does not go with this model's calls, which are JSON too: give no functions, or"
+                " tool_choice: required",
+            )
+        schema = _schema(json.loads(answer.text))
+    text = [] if schema is None else [f"text: {_json(schema, 'grammar')}"]
     if convention is Convention.HARMONY:
-        return _grammar(_harmony_calls(use, tokenizer)) if use.is_required else None
+        if not (use.is_required or text):
+            return None
+        return _grammar([*_harmony_calls(use, tokenizer, bool(text)), *text])
     if convention is Convention.MISTRAL:
-        return _grammar(_mistral(use, tokenizer))
+        return _grammar([*_mistral(use, tokenizer, bool(text)), *text])
     if convention is Convention.QWEN3_CODER:
-        return _grammar(_qwen3_coder(use))
-    return use.grammar(convention)
+        return _grammar([*_qwen3_coder(use, bool(text)), *text])
+    return use.grammar(convention, schema)
 
 
-def in_final_channel(schema: dict[str, Any] | bool, tokenizer: Tokenizer) -> Grammar:
+def in_final_channel(schema: Any, tokenizer: Tokenizer) -> Grammar:
     """Returns the grammar of gpt-oss's answers whose final message is JSON of a schema.
 
     Messages in other channels may come first.
 
     Raises:
-        InvalidRequest: The schema's x-guidance is not an object.
+        InvalidRequest: The schema is no object, or its x-guidance is none.
     """
-    head = f'{_token(tokenizer, CHANNEL)} "final" format? {_token(tokenizer, MESSAGE)}'
-    body = _json(schema if isinstance(schema, dict) else {"anyOf": [schema]}, "grammar")
-    return _grammar([f"answer: (thought next)* {head} {body}", *_harmony_messages(tokenizer)])
+    text = f"text: {_json(_schema(schema), 'grammar')}"
+    final = f"answer: (thought next)* {_final(tokenizer)}"
+    return _grammar([final, text, *_harmony_messages(tokenizer)])
+
+
+def _schema(given: Any) -> dict[str, Any]:
+    """Returns the schema of an answer's text as an object."""
+    if given is True:
+        return {}
+    if not isinstance(given, dict):
+        raise InvalidRequest("grammar", "a schema is an object")
+    return given
 
 
 def _grammar(rules: list[str]) -> Grammar:
@@ -55,8 +91,8 @@ def _grammar(rules: list[str]) -> Grammar:
     return Grammar(GrammarKind.EBNF, text)
 
 
-def _harmony_calls(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
-    """Returns rules for one message to a function, which ends an answer.
+def _harmony_calls(use: ToolUse, tokenizer: Tokenizer, has_text: bool) -> list[str]:
+    """Returns rules for the message that ends an answer: one to a function, or a final one of JSON.
 
     The recipient may stand before or after the channel.
     """
@@ -67,7 +103,13 @@ def _harmony_calls(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
         head = f"({channel} {to} | {to} {channel}) format? {_token(tokenizer, MESSAGE)}"
         calls.append(f"call_{i}: {head} {_json(function.schema_of_calls())}")
     names = " | ".join(f"call_{i}" for i in range(len(calls)))
-    return [f"answer: (thought next)* ({names})", *calls, *_harmony_messages(tokenizer)]
+    last = f"{names} | {_final(tokenizer)}" if has_text else names
+    return [f"answer: (thought next)* ({last})", *calls, *_harmony_messages(tokenizer)]
+
+
+def _final(tokenizer: Tokenizer) -> str:
+    """Returns a final message whose text is JSON."""
+    return f'{_token(tokenizer, CHANNEL)} "final" format? {_token(tokenizer, MESSAGE)} text'
 
 
 def _harmony_messages(tokenizer: Tokenizer) -> list[str]:
@@ -93,7 +135,7 @@ def after_reasoning(text: str, begin: str, end: str, is_open: bool) -> str:
     )
 
 
-def _mistral(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
+def _mistral(use: ToolUse, tokenizer: Tokenizer, has_text: bool) -> list[str]:
     """Returns rules for Mistral's calls: a list of JSON after a token.
 
     Newer models write the function's name between two tokens instead.
@@ -116,11 +158,14 @@ def _mistral(use: ToolUse, tokenizer: Tokenizer) -> list[str]:
     names = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = "" if use.is_single else ("call*" if is_new else '(", " call)*')
     several = f"call {more}" if is_new else f'{begin} " "? "[" call {more} "]"'
-    answer = several if use.is_required else f"TAG_TEXT ({several})?"
+    if has_text:
+        answer = f"{several} | text"
+    else:
+        answer = several if use.is_required else f"TAG_TEXT ({several})?"
     return [f"answer: {answer}", f"call: {names}", *calls]
 
 
-def _qwen3_coder(use: ToolUse) -> list[str]:
+def _qwen3_coder(use: ToolUse, has_text: bool) -> list[str]:
     """Returns rules for Qwen3 Coder's calls: tags for the call and for each parameter.
 
     Parameters come in the schema's order, and texts stand unquoted.
@@ -138,10 +183,10 @@ def _qwen3_coder(use: ToolUse) -> list[str]:
         tail = '"</function>\\n</tool_call>"'
         rules.append(f"call_{i}: {_literal(head)} {' '.join(names)} {tail}")
     calls = " | ".join(f"call_{i}" for i in range(len(use.callable)))
-    if use.is_required:
+    if use.is_required or has_text:
         one = f'"<tool_call>" ({calls})'
         answer = "tag" if use.is_single else 'tag ("\\n" tag)*'
-        return [f"answer: {answer}", f"tag: {one}", *rules]
+        return [f"answer: {answer}{' | text' if has_text else ''}", f"tag: {one}", *rules]
     answer = "tag | TAG_TEXT" if use.is_single else "tag* TAG_TEXT"
     begin = 'trigger[lazy]: TAG_TEXT "<tool_call>"'
     return [f"answer: {answer}", f"tag: trigger ({calls})", begin, *rules]

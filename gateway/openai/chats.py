@@ -87,12 +87,9 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
         use,
         convention,
     )
-    grammar = body.grammar()
+    answer = grammar = body.grammar()
     if use is not None and convention is not None:
-        if grammar is not None:
-            field = next(iter(body.grammar_fields()), "response_format")
-            raise InvalidRequest(field, "does not go with tools that may be called")
-        grammar = call_grammar(use, convention, serving.tokenizer)
+        grammar = call_grammar(use, convention, serving.tokenizer, answer)
     if body.reasoning_effort is not None:
         source = "" if template is None else template.source
         variables |= effort_variables(source, body.reasoning_effort)
@@ -105,6 +102,8 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
         variables["documents"] = body.documents
     ids = body.truncated(await serving.encode_chat(messages, **variables))
     form = _form(serving, body, ids, convention, use)
+    if answer is not None and use is not None:
+        form = replace(form, is_calls_or_text=not use.is_required)
     return Prompt(ids, use, form, _after_reasoning(grammar, form, serving.tokenizer))
 
 
@@ -165,8 +164,7 @@ def _after_reasoning(
             "grammar", "does not go with a model that answers in channels; a JSON schema does"
         )
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        structure = {"begin": "", "schema": json.loads(grammar.text), "end": ""}
-        tags = {"structures": [structure], "at_least_one": True, "stop_after_first": True}
+        tags = {"structures": [], "at_least_one": True, "answer": json.loads(grammar.text)}
     elif grammar.kind is GrammarKind.STRUCTURAL_TAG:
         tags = json.loads(grammar.text)
         if not (form.is_open or tags.get("at_least_one")):

@@ -26,11 +26,14 @@ class CallParser(ABC):
         convention: Convention of calls.
         begin: Mark that begins a call.
         end: Mark that ends a call.
+
+    Attributes:
+        begin: Mark that begins a call.
     """
 
     def __init__(self, convention: Convention, begin: str, end: str) -> None:
         self.convention = convention
-        self._begin = begin
+        self.begin = begin
         self._end = end
         self._buffer = ""
         self._state = self._text
@@ -63,11 +66,11 @@ class CallParser(ABC):
         if self._is_between:
             self._buffer = self._buffer.lstrip(_BETWEEN)
             self._is_between = not self._buffer
-        place = self._buffer.find(self._begin)
+        place = self._buffer.find(self.begin)
         if place >= 0:
             self._state = self._call
         else:
-            place = len(self._buffer) - overlap(self._buffer, self._begin)
+            place = len(self._buffer) - overlap(self._buffer, self.begin)
         text, self._buffer = self._buffer[:place], self._buffer[place:]
         return Piece(text=text) if text else None
 
@@ -145,7 +148,7 @@ class ToolParser(CallParser):
         self._skip = 0 if is_llama else len(begin)  # before a call's JSON
 
     def flush(self) -> list[Piece]:
-        if self._begin == _MARK and _is_cut_call(self._buffer):
+        if self.begin == _MARK and _is_cut_call(self._buffer):
             self._buffer = ""
         return super().flush()
 

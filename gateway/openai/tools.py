@@ -153,10 +153,13 @@ class ToolUse:
         """Names of the functions that may be called."""
         return tuple(function.name for function in self.callable)
 
-    def grammar(self, convention: Convention) -> Grammar:
+    def grammar(self, convention: Convention, answer: dict[str, Any] | None = None) -> Grammar:
         """Returns the grammar of text and calls, in the form of the convention.
 
         Arguments follow their schema.
+
+        Args:
+            answer: JSON schema that an answer without calls follows; None leaves its text open.
         """
         is_llama = convention is Convention.LLAMA
         key = "parameters" if is_llama else "arguments"
@@ -169,12 +172,14 @@ class ToolUse:
             }
             for function in self.callable
         ]
-        tags = {
+        tags: dict[str, Any] = {
             "structures": structures,
             "triggers": ['{"name": "' if is_llama else "<tool_call>"],
             "at_least_one": self.is_required,
             "stop_after_first": self.is_single,
         }
+        if answer is not None:
+            tags |= {"at_least_one": True, "answer": answer}
         return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tags, ensure_ascii=False))
 
 

@@ -213,6 +213,12 @@ class CountBody(ExtendedBody):
             **self.extensions(),
         )
 
+    @property
+    def _has_format(self) -> bool:
+        """Whether the text has to be JSON."""
+        form = None if self.text is None else self.text.format
+        return form is not None and form.type != "text"
+
     def field(self, name: str) -> str:
         """Returns this body's name of a chat completions field."""
         if name.startswith("tools."):
@@ -224,7 +230,7 @@ class CountBody(ExtendedBody):
             "max_completion_tokens": "max_output_tokens",
             "min_new_tokens": "min_tokens",
             "logprobs": "top_logprobs",
-            "grammar": "tools" if self.tools else "text.format.schema",
+            "grammar": "text.format.schema" if self._has_format else "tools",
             "response_format": "text.format",
             "verbosity": "text.verbosity",
             "reasoning_effort": "reasoning.effort",

@@ -31,17 +31,27 @@ def stack(model: Path) -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="session")
-def tool_url(stack: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Starts a second gateway to the same verifier, whose chat template describes tools briefly."""
+def tool_gateway(
+    stack: LocalStack, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    """Starts a second gateway to the same verifier, whose chat template describes tools briefly.
+
+    Yields its URL and the address of its gRPC.
+    """
     template = tmp_path_factory.mktemp("tools") / "tools.jinja"
     template.write_text(TOOL_TEMPLATE)
     verifier = next(service.health for service in stack.services if service.name == "verify")
     with (
-        stacks.running_gateway(verifier, chat_template=template) as (url, _),
+        stacks.running_gateway(verifier, chat_template=template) as (url, address),
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         stacks.eventually(lambda: client.get("/health").status_code == 200)
-        yield url
+        yield url, address
+
+
+@pytest.fixture(scope="session")
+def tool_url(tool_gateway: tuple[str, str]) -> str:
+    return tool_gateway[0]
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,9 @@ import pytest
 from foredraft.cli.stack import LocalStack
 from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import Grammar
+from foredraft.types import Grammar, GrammarKind
 from gateway.openai.call_grammars import after_reasoning, call_grammar, in_final_channel
+from gateway.openai.response_format import schema_grammar
 from gateway.openai.tools import Convention, NamedChoice, Tool, tool_use
 from testing import stack as stacks
 from testing import tiny_tokenizers
@@ -103,6 +104,62 @@ def test_what_may_be_written(
             assert language.has(thoughtful, good[0]) == (not is_open)
 
 
+HERMES_G = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+JSON_ALONE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("convention", "template", "call"),
+    [
+        (Convention.OWN, "x", HERMES_G),
+        (Convention.HERMES, "x", HERMES_G),
+        (CODER, "x", G),
+        (MISTRAL, "x", f"[TOOL_CALLS] [{N}]"),
+        (MISTRAL, NEW, "[TOOL_CALLS]g[ARGS]{}"),
+    ],
+)
+def test_calls_or_json(convention: Any, template: str, call: str, tmp_path: Path) -> None:
+    """With a schema an answer is either calls or JSON of the schema."""
+    language = Language(tmp_path, template)
+    free, forced = (
+        tool_use([Tool.model_validate(tool) for tool in TOOLS], choice, None)
+        for choice in ("auto", "required")
+    )
+    assert free is not None
+    assert forced is not None
+    schema = schema_grammar(JSON_ALONE)
+    grammar = call_grammar(free, convention, language.tokenizer, schema)
+    assert grammar is not None
+    for text in (call, '{"name": "g"}', '{"name":"<tool_call>"}'):
+        assert language.has(grammar, text), text
+    wrong = (
+        "hm",
+        "",
+        '{"name": 1}',
+        f"so {call}",
+        f'{call}\n{{"name": "g"}}',
+        f'{{"name": "g"}}{call}',
+    )
+    for text in wrong:
+        assert not language.has(grammar, text), text
+    # A call that has to come leaves no text.
+    assert call_grammar(forced, convention, language.tokenizer, schema) == call_grammar(
+        forced, convention, language.tokenizer
+    )
+    for answer, kind, told in (
+        (Grammar(GrammarKind.REGEX, "a"), convention, "give a JSON schema"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "5"), convention, "a schema is an object"),
+        (schema, Convention.LLAMA, "tool_choice: required"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"grammar: .*{told}"):
+            call_grammar(free, kind, language.tokenizer, answer)
+
+
 THOUGHT = "<|channel|>analysis<|message|>Is it {?\n<|end|><|start|>assistant"
 TOLD = "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant"
 CALL_F = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
@@ -128,6 +185,12 @@ def test_calls_in_channels(tmp_path: Path) -> None:
     wrong = CALL_F.replace("1", "12"), CALL_F.replace("functions.f", "functions.h"), "hm"
     for text in (*wrong, THOUGHT, ANSWER, CALL_F + CALL_G, CALL_F.replace("<|message|>", "")):
         assert not language.has(grammar, text), text
+    either = call_grammar(free, Convention.HARMONY, language.tokenizer, schema_grammar(SCHEMA))
+    assert either is not None
+    for text in (CALL_F, THOUGHT + CALL_G, ANSWER, THOUGHT + TOLD + ANSWER):
+        assert language.has(either, text), text
+    for text in (ANSWER.replace("1", "12"), "hm", THOUGHT, ANSWER + CALL_F, CALL_F + ANSWER):
+        assert not language.has(either, text), text
     grammar = call_grammar(only_g, Convention.HARMONY, language.tokenizer)
     assert grammar is not None
     assert language.has(grammar, THOUGHT + CALL_G)

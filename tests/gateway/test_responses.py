@@ -318,11 +318,6 @@ USER = {"role": "user", "content": "x"}
             "text.format.schema",
             "Invalid type",
         ),
-        (
-            {"text": {"format": {"type": "json_object"}}, "tools": [WEATHER]},
-            "text.format",
-            "does not go with tools",
-        ),
         ({"max_output_tokens": 0}, "max_output_tokens", "must be in"),
         ({"max_output_tokens": 10_000}, "max_output_tokens", "context length"),
         ({"temperature": -1}, "temperature", "must be in"),

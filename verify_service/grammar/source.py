@@ -51,14 +51,15 @@ def _structural_tag(given: Any) -> str:
     structures that begin with it.
 
     Beside `structures` and `triggers` there are `at_least_one` (nothing but structures, a line
-    each) and `stop_after_first` (the text ends with the first structure), and `reasoning` (what
-    comes before, from `begin` to `end`; with `is_open` its begin is in the prompt; else, with
-    `at_least_one`, it may be left out).
+    each), `answer` (with `at_least_one`: a schema of JSON that may stand in place of them all),
+    `stop_after_first` (the text ends with the first structure), and `reasoning` (what comes before,
+    from `begin` to `end`; with `is_open` its begin is in the prompt; else, with `at_least_one`, it
+    may be left out).
     """
     if not isinstance(given, dict) or not isinstance(given.get("structures"), list):
         raise ValueError("structural tags have a list of structures")
     structures, triggers = given["structures"], given.get("triggers")
-    if not structures:
+    if not (structures or "answer" in given):
         raise ValueError("structures: give at least one")
     if triggers is None and given.get("at_least_one"):
         triggers = []
@@ -76,8 +77,7 @@ def _structural_tag(given: Any) -> str:
         try:
             schema = _schema(structure.get("schema", {}))
         except ValueError as error:
-            where = f"structures.{i}: " if len(structures) > 1 else ""
-            raise ValueError(f"{where}{error}") from None
+            raise ValueError(f"structures.{i}: {error}") from None
         body = f"%json {json.dumps(schema)} {_literal(end)}"
         if at_least_one:
             rules.append(f"tag_{i}: {_literal(begin)} {body}")
@@ -86,11 +86,17 @@ def _structural_tag(given: Any) -> str:
             rules.append(f"trigger_{i}[lazy]: TAG_TEXT {_literal(trigger)}")
             rules.append(f"tag_{i}: trigger_{i} {_literal(begin[len(trigger) :])} {body}")
     tags = " | ".join(f"tag_{i}" for i in range(len(structures)))
-    rules.append(f"tag: {tags}")
+    if tags:
+        rules.append(f"tag: {tags}")
     if at_least_one:
         start = "tag" if is_single else r'tag ("\n" tag)*'
     else:
         start = "tag | TAG_TEXT" if is_single else "tag* TAG_TEXT"
+    if "answer" in given:
+        if not at_least_one:
+            raise ValueError("answer: needs at_least_one")
+        rules.append(f"text: %json {json.dumps(_schema(given['answer']))}")
+        start = f"{start} | text" if tags else "text"
     if (reasoning := given.get("reasoning")) is not None:
         rules += _reasoning(reasoning)
         if not (at_least_one or reasoning.get("is_open")):

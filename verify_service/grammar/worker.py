@@ -152,15 +152,15 @@ def _try(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[st
     if not matcher.is_error():
         _follow(matcher, vocabulary.vocab_size)
     if matcher.is_error():
-        return {"error": _message(matcher.get_error(), kind, r"\ntag_1: " in grammar)}
+        return {"error": _message(matcher.get_error(), kind)}
     return {"grammar": grammar, "bytes": _memory(1) - before}
 
 
-def _message(error: str, kind: GrammarKind, is_several: bool) -> str:
+def _message(error: str, kind: GrammarKind) -> str:
     """Returns an error without excerpts of the translated grammar, which the client has not
     seen.
 
-    The structure, of several, or the rule that is wrong is named.
+    The structure or the rule that is wrong is named.
     """
     if error.startswith("NoExtensionBias"):  # llguidance's debug form of an empty first mask
         return "no text matches it"
@@ -176,7 +176,7 @@ def _message(error: str, kind: GrammarKind, is_several: bool) -> str:
         rule = re.search(rf"^\s*{place[1]} \| (\w+):", error, re.M)
         if rule and kind is GrammarKind.EBNF:
             told = f"rule {rule[1]}: {told}"
-        elif rule and rule[1].startswith("tag_") and is_several:
+        elif rule and rule[1].startswith("tag_"):
             told = f"structures.{rule[1][4:]}: {told}"
     return told[:300]
 

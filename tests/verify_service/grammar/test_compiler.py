@@ -69,9 +69,8 @@ def structural(**options: Any) -> Grammar:
 
 def schema_after(reasoning: dict[str, Any]) -> Grammar:
     """JSON of a schema, and reasoning before it."""
-    structures = [{"begin": "", "schema": SCHEMA, "end": ""}]
-    tags = {"structures": structures, "at_least_one": True, "stop_after_first": True}
-    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({**tags, "reasoning": reasoning}))
+    tags = {"structures": [], "at_least_one": True, "answer": SCHEMA, "reasoning": reasoning}
+    return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tags))
 
 
 def test_every_kind(model: Path) -> None:
@@ -92,6 +91,8 @@ def test_every_kind(model: Path) -> None:
         (structural(at_least_one=True), "<f>1</f>\n<g>false</g>", "hm <f>1</f>"),
         (structural(at_least_one=True, stop_after_first=True), "<f>1</f>", "<f>1</f>\n<f>1</f>"),
         (structural(stop_after_first=True), "hm <f>1</f>", "<f>1</f> and"),
+        (structural(at_least_one=True, answer=SCHEMA), '{"a": 1}', "hm"),
+        (structural(at_least_one=True, answer=SCHEMA), "<f>1</f>\n<f>2</f>", '<f>1</f>\n{"a": 1}'),
         (structural(reasoning=THINK, at_least_one=True), "<r>a <f></r><f>2</f>", "<r>a</r> so"),
         (structural(reasoning=THINK, at_least_one=True), "<f>2</f>", "<r>a <f>2</f>"),
         (structural(reasoning=THINK | OPEN), "a</r>\n\n<f>2</f>", "<f>2</f>"),
@@ -139,7 +140,18 @@ WRONG = [
     (
         GrammarKind.STRUCTURAL_TAG,
         '{"structures": [{"begin": "a", "schema": {"not": {}}}], "triggers": ["a"]}',
+        r"^grammar: structures\.0: failed .*not",
+    ),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [], "at_least_one": true, "answer": {"not": {}}}',
         r"^grammar: failed .*not",
+    ),
+    (GrammarKind.STRUCTURAL_TAG, '{"structures": [], "at_least_one": true}', "at least one"),
+    (
+        GrammarKind.STRUCTURAL_TAG,
+        '{"structures": [], "triggers": [], "answer": {}}',
+        "^grammar: answer: needs at_least_one",
     ),
     (
         GrammarKind.STRUCTURAL_TAG,
