@@ -36,7 +36,7 @@ class VerifyConfig(
         internal=True,
     )
     context_length: int | None = option(
-        None, "Longest sequence in tokens; the model's when absent.", least=1
+        None, "Longest sequence in tokens, with its output; the model's when absent.", least=2
     )
     page_size: int | None = option(
         None, "Tokens per KV page; 16 on a GPU, 32 on the CPU when absent.", least=1
@@ -50,7 +50,7 @@ class VerifyConfig(
         most=1,
     )
     max_total_tokens: int | None = option(
-        None, "Tokens in the KV pool, instead of a memory fraction.", least=1
+        None, "Tokens in the KV pool, instead of a memory fraction.", least=2
     )
     kv_cache_dtype: str = option(
         "auto",

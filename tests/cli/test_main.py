@@ -55,6 +55,8 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
         (["--speculative-algorithm", "STANDALONE"], "needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "MAGIC"], "'MAGIC' is not one of NONE, NGRAM"),
         (["--port", "many"], "--port: 'many' is not an int"),
+        (["--context-length=1"], "--context-length must be at least 2, not 1"),
+        (["--max-total-tokens=1", "--page-size=1"], "--max-total-tokens must be at least 2, not 1"),
         (["--listen", "unix:/x"], "unrecognized arguments: --listen"),
         (
             ["--port=0", "--grpc-port=0", "--model-path=/nowhere"],
