@@ -66,3 +66,10 @@ def client(stack: LocalStack) -> Iterator[openai.OpenAI]:
         base_url=stack.urls["http"] + "/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def caller(tool_url: str) -> Iterator[openai.OpenAI]:
+    """Returns a client of a model whose template knows tools."""
+    with openai.OpenAI(base_url=tool_url + "/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -1,7 +1,6 @@
 """Requests with functions and a schema for the text: an answer is either calls or text."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -39,12 +38,6 @@ def bias(tool_url: str) -> dict[str, dict[str, float]]:
         (token,) = httpx.post(f"{tool_url}/tokenize", json=asked).json()["tokens"]
         found[kind] = {str(token): 100.0}
     return found
-
-
-@pytest.fixture(scope="module")
-def caller(tool_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=tool_url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def is_call(name: str | None, arguments: str | None) -> bool:
