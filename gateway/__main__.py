@@ -62,7 +62,7 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig, num_files: int) -> int:
-    config.check_origins()
+    config.check_hosts()
     gate = Gate(config)
     if not gate.asks_for_keys and not is_local(config.host):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)

@@ -112,7 +112,7 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
 
 def _check_files(config: ServeConfig) -> None:
     """Reads the gateway's files, so that a wrong file is reported before anything is loaded."""
-    config.check_origins()
+    config.check_hosts()
     public_identity(config)
     configured(config, warns=False)
     if config.chat_template:

@@ -10,6 +10,7 @@ from foredraft.config.ranks import RanksConfig
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError
 
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@A-Z]+")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
@@ -360,8 +361,13 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
     )
 
-    def check_origins(self) -> None:
-        """Raises ConfigError for an --allowed-origin that no browser sends."""
+    def check_hosts(self) -> None:
+        """Raises ConfigError for an --allowed-host or --allowed-origin that no request has."""
+        for host in self.allowed_host:
+            if host != "*" and not _HOST.fullmatch(host.removeprefix("*.")):
+                raise ConfigError(
+                    f"--allowed-host {host}: must be *, a name or *.name, without scheme and port"
+                )
         for origin in self.allowed_origin:
             if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

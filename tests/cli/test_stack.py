@@ -1,6 +1,7 @@
 """Services that `foredraft serve` would start: flags, ports, directories and models."""
 
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -300,6 +301,15 @@ def test_wrong_files_are_found_before_anything_is_loaded(
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match=f"--allowed-origin {origin}: must be"):
         serve_config.check({**FREE, "allowed_origin": ("https://chat.example:8443", "*", origin)})
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["https://llm.example", "llm.example:30000", "llm.example/v1", "*llm.example", "a b", "*."],
+)
+def test_a_host_that_no_request_has_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--allowed-host {re.escape(host)}: must be"):
+        serve_config.check({**FREE, "allowed_host": ("*", "*.b.example", "LLM.Example", host)})
 
 
 def test_a_wrong_certificate_is_named(tmp_path: Path) -> None:
