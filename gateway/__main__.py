@@ -1,6 +1,7 @@
 """`python -m gateway`: the HTTP and gRPC fronts in one event loop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import resource
@@ -67,8 +68,19 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
     if not gate.asks_for_keys and not is_local(config.host):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)
     identity = public_identity(config)
-    pool = VerifierPool(config.verifier, service_identity(config))
-    serving = Serving(config, pool)
+    async with contextlib.AsyncExitStack() as parts:
+        pool = VerifierPool(config.verifier, service_identity(config))
+        parts.push_async_callback(pool.close)
+        serving = Serving(config, pool)
+        parts.push_async_callback(serving.close)
+        return await _open_fronts(serving, gate, identity, num_files)
+
+
+async def _open_fronts(
+    serving: Serving, gate: Gate, identity: Identity | None, num_files: int
+) -> int:
+    """Answers HTTP and gRPC until SIGTERM; returns the exit status."""
+    config = serving.config
     figures = Figures(serving, config.dashboard_metrics)
     listener = _listen(config)
     num_http, num_grpc = shares(num_files, config.max_connections)
@@ -103,8 +115,6 @@ async def _serve(config: GatewayConfig, num_files: int) -> int:
     await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
     http.should_exit = True
     await http_task
-    await serving.close()
-    await pool.close()
     return 1 if health_task.done() and not health_task.cancelled() else 0
 
 
