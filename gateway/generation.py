@@ -129,6 +129,11 @@ class Generator:
             running.abort()
         return len(jobs)
 
+    def end_all(self, error: ForedraftError) -> None:
+        """Ends all jobs with an error, which their clients get as the last of an answer."""
+        for running in self._running.values():
+            running.end(error)
+
     async def wait_idle(self) -> None:
         """Returns when no job runs."""
         await self._idle.wait()
@@ -241,17 +246,20 @@ class Generator:
 
 
 class _Running:
-    """Holds the tickets of a running job, so that it can be aborted from elsewhere."""
+    """Holds the tickets of a running job, so that it can be ended from elsewhere."""
 
     def __init__(self, call: str) -> None:
         self.call = call
         self._tickets: set[Ticket] = set()
         self._aborted = False
+        self._error: ForedraftError | None = None
 
     def add(self, ticket: Ticket) -> None:
         self._tickets.add(ticket)
         if self._aborted:
             ticket.cancel()
+        if self._error is not None:
+            self._fail(ticket, self._error)
 
     def remove(self, ticket: Ticket) -> None:
         self._tickets.discard(ticket)
@@ -260,6 +268,16 @@ class _Running:
         self._aborted = True
         for ticket in self._tickets:
             ticket.cancel()
+
+    def end(self, error: ForedraftError) -> None:
+        self._error = error
+        for ticket in self._tickets:
+            self._fail(ticket, error)
+
+    @staticmethod
+    def _fail(ticket: Ticket, error: ForedraftError) -> None:
+        ticket.cancel()
+        ticket.fail(error)
 
 
 async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:

@@ -37,6 +37,7 @@ from gateway.verifier_pool import VerifierPool
 
 MAX_BAD_TEXTS = 512
 MAX_BAD_CHARACTERS = 128
+STOPPING = "the gateway is stopping"
 NOT_YET = "no verifier has answered yet: the server is starting, or its log says why not; try again"
 
 
@@ -96,10 +97,20 @@ class Serving:
         return tokenizer
 
     async def drain(self) -> None:
-        """Refuses new requests from here on; returns when no request runs."""
+        """Refuses new requests from here on; returns when no request runs.
+
+        Where it is cancelled, requests that still run end with Unavailable.
+        """
         self._draining = True
-        if self._opened is not None:
-            await self._opened[1].wait_idle()
+        if self._opened is None:
+            return
+        generator = self._opened[1]
+        try:
+            await generator.wait_idle()
+        except asyncio.CancelledError:
+            generator.end_all(Unavailable(STOPPING))
+            self.pool.stop_waiting()
+            raise
 
     async def close(self) -> None:
         """Ends the processes that encode."""
@@ -211,7 +222,7 @@ class Serving:
             InvalidRequest: A field is wrong.
         """
         if self._draining:
-            raise Unavailable("the gateway is stopping")
+            raise Unavailable(STOPPING)
         info, config, limit = self.info, self.config, self.config.request_timeout
         check_tokens(prompt_field, prompt, info.vocab_size)
         sampling = checked_sampling(sampling, info, may_be_empty)

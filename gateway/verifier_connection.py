@@ -94,7 +94,7 @@ class Ticket:
         self._wake()
 
     def fail(self, error: ForedraftError) -> None:
-        """Ends the request with an error; called by the connection.
+        """Ends the request with an error.
 
         A request that has finished still delivers its outputs.
         """

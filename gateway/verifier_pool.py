@@ -32,6 +32,7 @@ class VerifierPool:
         self.info: verify_pb2.GetModelInfoResponse | None = None
         self._identity = identity
         self._changed = asyncio.Event()
+        self._is_stopping = False
         self._routes = Router()
         names = [target for target in targets if target.startswith(discovery.PREFIX)]
         self._connections = [self._connect(target) for target in targets if target not in names]
@@ -72,7 +73,7 @@ class VerifierPool:
                 usable = [connection for connection in usable if not connection.silent] or usable
                 return self._route(prompt, usable)
             remaining = deadline - loop.time()
-            if remaining <= 0:
+            if remaining <= 0 or self._is_stopping:
                 raise Unavailable("no verifier is ready")
             await self.wait_changed(min(remaining, AVOID_SECONDS))
 
@@ -101,6 +102,11 @@ class VerifierPool:
             return sum(await asyncio.gather(*(c.flush_cache() for c in ready)))
         except grpc.RpcError as error:
             raise Unavailable(f"a verifier did not answer: {error.details()}") from error
+
+    def stop_waiting(self) -> None:
+        """Fails the requests that wait for a usable verifier."""
+        self._is_stopping = True
+        self._changed.set()
 
     async def close(self) -> None:
         """Ends all streams."""
