@@ -104,7 +104,10 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     paths = [("model_path", config.model_path)]
     paths += [(_DRAFT_MODEL, one.speculative_draft_model_path) for one in each_draft(config)]
     for name, path in paths:
-        is_missing = _looks_like_path(path) and not Path(path).expanduser().exists()
+        try:
+            is_missing = _looks_like_path(path) and not Path(path).expanduser().exists()
+        except OSError as error:
+            raise ConfigError(f"{flag_of(name)} {path}: {error.strerror}") from None
         if is_missing and not is_repository(path):
             raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
     return config

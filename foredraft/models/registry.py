@@ -59,6 +59,14 @@ def resolve_model_path(
         return hub.fetch(os.fspath(path), revision, bins=bins)
     if revision:
         raise CheckpointError(f"{path}: a --revision is one of a repository on a hub; this is none")
+    try:
+        return _local(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    """Returns the directory of a model that is a path or a known name."""
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -166,8 +174,15 @@ def _locked(target: Path) -> Iterator[None]:
     """Holds the lock of a cache entry, so that one of several processes converts and the others
     wait.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(f".{target.name}.lock").open("w") as file:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = target.with_name(f".{target.name}.lock").open("w")
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.parent}, where converted models are kept: {error.strerror}; XDG_CACHE_HOME"
+            " names another folder"
+        ) from None
+    with lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

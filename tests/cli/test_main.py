@@ -62,6 +62,7 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
             ["--port=0", "--grpc-port=0", "--model-path=/nowhere"],
             "--model-path /nowhere: no such directory",
         ),
+        (["--port=0", "--grpc-port=0", f"--model-path=/{'x' * 300}"], "x: File name too long"),
         (["--modelpath=x"], "--modelpath=x\n  did you mean --model-path?\n"),
         (["--pp-size", "2"], "\n  instead of --pp-size give --tensor-parallel-size\n"),
         (["--max-model-len=99"], "\n  instead of --max-model-len give --context-length\n"),

@@ -40,6 +40,15 @@ def test_directories(tmp_path, monkeypatch):
         resolve_model_path(tmp_path / "config.json")
 
 
+def test_what_the_system_refuses_is_told(tmp_path, gguf_file, monkeypatch):
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        resolve_model_path(tmp_path / ("x" * 300))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="are kept: Not a directory; XDG_CACHE_HOME names"):
+        resolve_model_path(gguf_file)
+
+
 def test_foreign_and_broken_gguf(tmp_path, cache):
     file = tmp_path / "x.gguf"
     file.write_bytes(b"GG")
