@@ -136,7 +136,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation(request: Request, error: RequestValidationError) -> Response:
-        invalid = InvalidRequest("request", str(error.errors()[0]["msg"]))
+        first = error.errors()[0]
+        invalid = InvalidRequest(str(first["loc"][-1]), str(first["msg"]))
         return error_response(invalid, request.url.path)
 
     @app.exception_handler(HTTPException)

@@ -103,8 +103,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         use = function_use(request.chat)
         convention = chats.convention_for(self._serving, use)
         # Their parts are told apart by special tokens, which texts here do not have.
-        special = (Convention.MISTRAL, Convention.HARMONY)
-        return use, None if convention in special else convention
+        if use is not None and convention in (Convention.MISTRAL, Convention.HARMONY):
+            raise InvalidRequest(
+                "tools", "this model's calls do not come over gRPC: ask /v1/chat/completions"
+            )
+        return use, convention
 
     async def _job(
         self,

@@ -142,7 +142,7 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
         return schema_grammar(value)
     if kind == "choice":
         if not value:
-            raise InvalidRequest(field, "has no choices")
+            raise InvalidRequest(field, "give at least one choice")
         return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, value)))
     if kind == "structural_tag":
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -203,13 +203,17 @@ def tool_use(
     for i, name in enumerate(names):
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
-                f"tools.{i}.function.name", "has 1 to 64 letters, digits, underscores and dashes"
+                f"tools.{i}.function.name",
+                "must be 1 to 64 letters, digits, underscores and dashes",
             )
         if name in names[:i]:
             raise InvalidRequest(f"tools.{i}.function.name", f"{name!r} is there twice")
         parameters = tools[i].function.parameters
         if parameters and parameters.get("type", "object") != "object":
-            raise InvalidRequest(f"tools.{i}.function.parameters", "is the schema of an object")
+            raise InvalidRequest(
+                f"tools.{i}.function.parameters",
+                'must be the schema of an object: {"type": "object", ...}',
+            )
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedChoice):
         named = _named(functions, [choice])
@@ -220,7 +224,7 @@ def tool_use(
     if choice == "none":
         return None
     if choice not in (None, "auto", "required"):
-        raise InvalidRequest("tool_choice", "is none, auto, required, or names a function")
+        raise InvalidRequest("tool_choice", "must be none, auto or required, or name a function")
     return ToolUse(tools, functions, choice == "required", parallel is False, is_named=False)
 
 
@@ -247,8 +251,15 @@ def told(
             convention is unknown.
     """
     if use is not None and convention is None:
-        raise InvalidRequest("tools", "the chat template writes calls in a way that is not known")
-    parsed = [{**message, **_calls(message)} for message in messages]
+        raise InvalidRequest(
+            "tools",
+            "the chat template writes calls in a way that is not known; where it is one of"
+            " --tool-call-parser's, the server has to be started with that",
+        )
+    parsed = [
+        {**message, **_calls(message, f"messages.{i}.tool_calls")}
+        for i, message in enumerate(messages)
+    ]
     if convention is Convention.MISTRAL:
         parsed = [_with_short_ids(message) for message in parsed]
     listed = [] if use is None else [tool.model_dump(exclude_none=True) for tool in use.tools]
@@ -293,7 +304,7 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _calls(message: dict[str, Any]) -> dict[str, Any]:
+def _calls(message: dict[str, Any], field: str) -> dict[str, Any]:
     """Returns a message's calls, with arguments in the form that templates expect."""
     calls = message.get("tool_calls")
     if not calls:
@@ -314,8 +325,7 @@ def _calls(message: dict[str, Any]) -> dict[str, Any]:
         }
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError):
         raise InvalidRequest(
-            "messages",
-            "tool_calls are a list of calls, each with its function's name and arguments",
+            field, "must be a list of calls, each with its function's name and arguments"
         ) from None
 
 

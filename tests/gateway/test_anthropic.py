@@ -276,10 +276,10 @@ USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]
         ({"system": [{"type": "image"}]}, "system.0.type: only text"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type: only the"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: has 1 to 64"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name: must be 1 to 64"),
         (
             {"tools": [{"name": "f", "input_schema": {"type": "string"}}]},
-            "tools.0.input_schema: is the schema of an object",
+            "tools.0.input_schema: must be the schema of an object",
         ),
         ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, "tools.0.defer_lo"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import jsonschema
 import llguidance
 import openai
 import pytest
 
+from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from foredraft.errors import InvalidRequest
 from foredraft.text.tokenizer import Tokenizer
@@ -279,3 +281,19 @@ def test_every_familys_calls_arrive(family: openai.OpenAI) -> None:
             name += part.function.name or ""
             arguments += part.function.arguments or ""
     assert (name, arguments) == ("f", call.function.arguments)
+
+
+def test_calls_told_apart_by_special_tokens_are_refused_over_grpc(stack: LocalStack) -> None:
+    verifier = next(service.health for service in stack.services if service.name == "verify")
+    chat = inference_pb2.ChatMessages(
+        messages=[inference_pb2.ChatMessage(role="user", content="Hi")],
+        functions=[inference_pb2.Function(name="f")],
+    )
+    with (
+        stacks.running_gateway(verifier, tool_call_parser="mistral") as (url, address),
+        grpc.insecure_channel(address) as channel,
+    ):
+        stacks.eventually(lambda: httpx.get(url + "/health", timeout=60).status_code == 200)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match=r"chat\.functions: .*ask /v1/chat/completions"):
+            list(stub.Generate(inference_pb2.GenerateRequest(chat=chat)))

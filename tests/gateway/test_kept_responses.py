@@ -56,7 +56,7 @@ def test_a_kept_response_is_not_replayed(http: httpx.Client) -> None:
     assert answer.json()["error"]["param"] == "stream"
 
 
-def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
+def test_input_items_come_in_pages(client: openai.OpenAI, http: httpx.Client) -> None:
     first = create(client, "one", max_output_tokens=4)
     said: Any = [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]
     second = create(client, said, max_output_tokens=4, previous_response_id=first.id)
@@ -78,5 +78,9 @@ def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             of.list(first.id, limit=limit, order=order, after=after or openai.omit)
         assert refused.value.param in ("limit", "after")
+    for query in ({"limit": "many"}, {"order": "oldest"}):
+        answer = http.get(f"/v1/responses/{first.id}/input_items", params=query)
+        assert answer.status_code == 400
+        assert [answer.json()["error"]["param"]] == list(query)
     with pytest.raises(openai.NotFoundError):
         of.list("resp_none")
