@@ -1,6 +1,5 @@
 """Bodies of the native routes: SGLang's fields and defaults, and the fields that are refused."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +9,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway import remedies
 from gateway.http import Body, Items, Objects
+from gateway.openai.response_format import flat_grammar
 from gateway.openai.schemas import ChatBody, Message, Speculation
 from gateway.openai.tools import Tool
 from gateway.sampling_fields import SamplingFields
@@ -68,16 +68,12 @@ class NativeSampling(NativeBody, SamplingFields):
         """Returns the grammar that the text must follow, None without one.
 
         Raises:
-            InvalidRequest: Several grammars are given.
+            InvalidRequest: Several grammars are given, or one is wrong; names the field.
         """
-        given = [(kind, getattr(self, kind)) for kind in GrammarKind]
-        given = [(kind, value) for kind, value in given if value is not None]
+        given = [kind.value for kind in GrammarKind if getattr(self, kind) is not None]
         if len(given) > 1:
-            raise InvalidRequest(given[1][0], f"does not go with {given[0][0]}: give one grammar")
-        if not given:
-            return None
-        kind, value = given[0]
-        return Grammar(kind, value if isinstance(value, str) else json.dumps(value))
+            raise InvalidRequest(given[1], f"does not go with {given[0]}: give one grammar")
+        return flat_grammar(given[0], getattr(self, given[0])) if given else None
 
 
 class GenerateBody(NativeBody):

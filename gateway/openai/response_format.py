@@ -127,7 +127,16 @@ class GrammarFields(Body):
             raise InvalidRequest(given[1], f"does not go with {given[0]}: give one grammar")
         if self.structured_outputs is not None:
             return self.structured_outputs.compiled_from()
-        return _grammar(_FLAT[given[0]], getattr(self, given[0]), given[0]) if given else None
+        return flat_grammar(given[0], getattr(self, given[0])) if given else None
+
+
+def flat_grammar(field: str, value: Any) -> Grammar:
+    """Returns the grammar that a field beside structured_outputs asks for.
+
+    Raises:
+        InvalidRequest: The value is wrong; names the field.
+    """
+    return _grammar(_FLAT[field], value, field)
 
 
 def _grammar(kind: str, value: Any, field: str) -> Grammar:

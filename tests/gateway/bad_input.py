@@ -258,7 +258,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(GENERATE, native(regex="a("), 400, "sampling_params.regex", "sampling_params.regex: invalid regex \"a(\" (in regex): regex parse error: a( ^ error: unclosed group"),
         Bad(GENERATE, native(regex="a", ebnf="root ::= \"a\""), 400, "sampling_params.ebnf", "sampling_params.ebnf: does not go with regex: give one grammar"),
         Bad(GENERATE, native(regex="a+", min_new_tokens=2), 400, "sampling_params.min_new_tokens", "sampling_params.min_new_tokens: does not go with a grammar, which says when to end"),
-        Bad(GENERATE, native(json_schema="{"), 400, "sampling_params.json_schema", "sampling_params.json_schema: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        Bad(GENERATE, native(json_schema="{"), 400, "sampling_params.json_schema", "sampling_params.json_schema: is not valid JSON: EOF while parsing an object at line 1 column 1"),
         Bad(GENERATE, native(structural_tag={}), 400, "sampling_params.structural_tag", "sampling_params.structural_tag: structural tags have a list of structures"),
         Bad(GENERATE, native(unknown=1), 400, "sampling_params.unknown", "sampling_params.unknown: is not a field of this request, or not one that can be honoured"),
         Bad(GENERATE, native(max_tokens=1), 400, "sampling_params.max_tokens", "sampling_params.max_tokens: is not a field of this request, or not one that can be honoured; give max_new_tokens instead"),
