@@ -145,15 +145,5 @@ def _add_errors(app: FastAPI) -> None:
         hint = "; /openapi.json has all routes" if error.status_code == 404 else ""
         path = request.url.path
         message = f"{request.method} {path}: {error.detail}{hint}"
-        body = {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error",
-                "param": None,
-                "code": None,
-                "retryable": False,
-            }
-        }
-        if envelopes.is_anthropic(path):
-            body = envelopes.anthropic_of(error.status_code, message)
+        body = envelopes.envelope_of(error.status_code, message, path)
         return JSONResponse(body, error.status_code, error.headers)

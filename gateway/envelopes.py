@@ -21,6 +21,13 @@ def envelope(error: Exception, path: str) -> dict[str, Any]:
     return anthropic(error) if is_anthropic(path) else errors.envelope(error)
 
 
+def envelope_of(status: int, message: str, path: str) -> dict[str, Any]:
+    """Returns the error body for a status of a path without a route, or of a wrong method."""
+    if is_anthropic(path):
+        return _anthropic_of(status, message)
+    return errors.envelope_of(errors.HttpError(status, "", "invalid_request_error"), message)
+
+
 def is_anthropic(path: str) -> bool:
     """Returns whether a path belongs to Anthropic's API."""
     return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
@@ -28,7 +35,7 @@ def is_anthropic(path: str) -> bool:
 
 def anthropic(error: Exception) -> dict[str, Any]:
     """Returns Anthropic's error object for an exception."""
-    found = anthropic_of(
+    found = _anthropic_of(
         errors.http_error(error).status, errors.envelope(error)["error"]["message"]
     )
     if isinstance(error, errors.UnsupportedThread):
@@ -40,7 +47,7 @@ def anthropic(error: Exception) -> dict[str, Any]:
     return found
 
 
-def anthropic_of(status: int, message: str) -> dict[str, Any]:
+def _anthropic_of(status: int, message: str) -> dict[str, Any]:
     """Returns Anthropic's error object for a status code and a message."""
     other = "api_error" if status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(status, other)

@@ -142,9 +142,14 @@ def envelope(error: Exception) -> dict[str, Any]:
     http = http_error(error)
     known = http is not _INTERNAL or isinstance(error, ForedraftError)
     field = error.field if isinstance(error, InvalidRequest) else None
+    return envelope_of(http, str(error) if known else "internal error; the log has it", field)
+
+
+def envelope_of(http: HttpError, message: str, field: str | None = None) -> dict[str, Any]:
+    """Returns OpenAI's error object for the form of an error."""
     return {
         "error": {
-            "message": str(error) if known else "internal error; the log has it",
+            "message": message,
             "type": http.kind,
             "param": field,
             "code": http.code,

@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.config.services import GatewayConfig
@@ -41,6 +41,14 @@ STOPPING = "the gateway is stopping"
 NOT_YET = "no verifier has answered yet: the server is starting, or its log says why not; try again"
 
 
+class _Opened(NamedTuple):
+    """What needs the tokenizer's files."""
+
+    tokenizer: Tokenizer
+    generator: Generator
+    encoding: EncodingPool
+
+
 class Serving:
     """The model behind the fronts. `open` it once it `can_open`.
 
@@ -53,7 +61,7 @@ class Serving:
         self._template = read_template(config.chat_template)
         self.bounds = Bounds(config.max_body_bytes, config.client_timeout)  # of HTTP clients
         self.pool = pool
-        self._opened: tuple[Tokenizer, Generator, EncodingPool] | None = None
+        self._opened: _Opened | None = None
         self._draining = False
 
     @property
@@ -84,11 +92,8 @@ class Serving:
         except BaseException:
             await encoding.close()
             raise
-        self._opened = (
-            tokenizer,
-            Generator(self.pool, tokenizer, config.max_queue_seconds),
-            encoding,
-        )
+        generator = Generator(self.pool, tokenizer, config.max_queue_seconds)
+        self._opened = _Opened(tokenizer, generator, encoding)
 
     def _load(self, path: str) -> Tokenizer:
         tokenizer = Tokenizer.from_dir(path, self._template)
@@ -104,7 +109,7 @@ class Serving:
         self._draining = True
         if self._opened is None:
             return
-        generator = self._opened[1]
+        generator = self._opened.generator
         try:
             await generator.wait_idle()
         except asyncio.CancelledError:
@@ -115,7 +120,7 @@ class Serving:
     async def close(self) -> None:
         """Ends the processes that encode."""
         if self._opened is not None:
-            await self._opened[2].close()
+            await self._opened.encoding.close()
 
     @property
     def is_ready(self) -> bool:
@@ -132,12 +137,12 @@ class Serving:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._ready()[0]
+        return self._ready().tokenizer
 
     @property
     def generator(self) -> Generator:
         """The generator that runs jobs."""
-        return self._ready()[1]
+        return self._ready().generator
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel for a name that is not served; an empty name means the only model."""
@@ -157,17 +162,17 @@ class Serving:
                 f"it has {len(text)} characters; this model's maximum context length is"
                 f" {self.info.context_length} tokens, which no more than {limit} can fit",
             )
-        return await self._ready()[2].encode(text, add_special_tokens, "prompt")
+        return await self._ready().encoding.encode(text, add_special_tokens, "prompt")
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, **variables: Any
     ) -> list[int]:
         """Returns a conversation's token ids, by the model's chat template."""
-        return await self._ready()[2].encode_chat(messages, variables, "messages")
+        return await self._ready().encoding.encode_chat(messages, variables, "messages")
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids."""
-        return await self._ready()[2].decode(tokens, skip_special_tokens, "tokens")
+        return await self._ready().encoding.decode(tokens, skip_special_tokens, "tokens")
 
     def bad_words(self, texts: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of texts that an output must not contain.
@@ -254,7 +259,7 @@ class Serving:
             functions=functions,
         )
 
-    def _ready(self) -> tuple[Tokenizer, Generator, EncodingPool]:
+    def _ready(self) -> _Opened:
         if self._opened is None:
             raise Unavailable(NOT_YET)
         return self._opened
