@@ -168,7 +168,7 @@ async def _measure_words(
     length = WordLength()
     for record in result.records:
         if not record.ok:
-            raise ConfigError(f"the server cannot be measured: {record.error} {record.detail}")
+            raise ConfigError(f"the server cannot be measured: {record.error}: {record.detail}")
     first, second = (record.prompt_tokens for record in result.records)
     if first and second:
         length.fit(_CALIBRATION_WORDS, (first, second))

@@ -143,7 +143,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        self._fail(ConnectionBroken(f"the connection broke: {error or 'closed by the server'}"))
+        self._fail(ConnectionBroken(str(error or "closed by the server")))
 
     async def exchange(self, data: bytes, on_body: OnBody | None) -> Response:
         """Sends a request and returns when its response is complete."""

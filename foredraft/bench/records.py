@@ -35,6 +35,8 @@ class Record:
         arrivals: (time, tokens) of each read that brought output.
         exact: Whether the server reported the number of tokens of each read; otherwise tokens are
             apportioned by length.
+        is_counted: Whether the server reported the number of tokens; otherwise each event with text
+            counts as one.
         error: Kind of failure; empty when the answer is complete.
     """
 
@@ -52,6 +54,7 @@ class Record:
     detail: str = ""
     text: str = ""
     speculation: Speculation | None = None
+    is_counted: bool = False
 
     @property
     def ok(self) -> bool:

@@ -34,10 +34,7 @@ def print_stage(console: Console, summary: Summary, objective: Objective | None)
             f"{summary.request_rate:.2f} requests/s, {summary.output_rate:.1f} output tokens/s, "
             f"{summary.concurrency:.1f} under way on average"
         ),
-        (
-            f"{summary.input_tokens} prompt tokens ({summary.cached_tokens} from the cache), "
-            f"{summary.output_tokens} output tokens"
-        ),
+        _tokens(summary),
     ]
     if summary.accept_length is not None:
         rate = (
@@ -57,6 +54,15 @@ def print_stage(console: Console, summary: Summary, objective: Objective | None)
     console.print("\n".join(lines), soft_wrap=True)
     console.print(latency_table(summary))
     console.print(client_line(summary), soft_wrap=True)
+
+
+def _tokens(summary: Summary) -> str:
+    output = f"{summary.output_tokens} output tokens"
+    if summary.num_ok and not summary.is_counted:
+        return f"{output}: the server counts none, so each event with text is taken for one"
+    return (
+        f"{summary.input_tokens} prompt tokens ({summary.cached_tokens} from the cache), {output}"
+    )
 
 
 def latency_table(summary: Summary) -> Table:

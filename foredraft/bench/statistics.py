@@ -66,6 +66,7 @@ class Summary:
         good_requests: Number of requests within the objective; None without one.
         speculation: Totals of speculation, where the server reports them.
         is_exact: Whether the server reported the number of tokens of each read, for every answer.
+        is_counted: Whether the server reported the number of tokens of every answer.
         concurrency: Mean number of requests at the server.
         cpu_share: Share of one core that the client used.
         cpu_per_token: Client's processor seconds for each output token.
@@ -87,6 +88,7 @@ class Summary:
     good_requests: int | None
     speculation: Speculation | None
     is_exact: bool
+    is_counted: bool
     concurrency: float
     cpu_share: float
     cpu_per_token: float
@@ -141,6 +143,7 @@ class Summary:
             "accept_length": self.accept_length,
             "accept_rate": self.accept_rate,
             "exact_token_times": self.is_exact,
+            "exact_token_counts": self.is_counted,
             "client_cpu_share": self.cpu_share,
             "client_cpu_us_per_token": self.cpu_per_token * 1e6,
         }
@@ -196,6 +199,7 @@ def summarize(
         ),
         speculation=_speculation(ok) or _difference(*counters),
         is_exact=bool(ok) and all(record.exact for record in ok),
+        is_counted=bool(ok) and all(record.is_counted for record in ok),
         concurrency=busy / result.seconds if result.seconds else 0.0,
         cpu_share=result.cpu_seconds / result.seconds if result.seconds else 0.0,
         cpu_per_token=result.cpu_seconds / tokens if tokens else 0.0,

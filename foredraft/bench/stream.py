@@ -32,6 +32,7 @@ class AnswerReader:
         self._lengths: list[int] = []  # characters of each arrival
         self._texts: list[str] = []
         self._counted = 0  # tokens that the server attributed to arrivals
+        self._num_texts = 0  # events with text
         self._usage_seen = 0  # completion tokens by the last usage
         self._length_seen = 0  # characters of a text that every event repeats
         self._is_exact = True
@@ -60,6 +61,7 @@ class AnswerReader:
                 raise StreamError("malformed stream", f"{error}: {shown}") from None
             tokens += more_tokens or 0
             length += more_length
+            self._num_texts += more_length > 0
             if more_tokens or more_length:
                 has_output = True
                 self._is_exact &= more_tokens is not None
@@ -84,8 +86,10 @@ class AnswerReader:
         record = self._record
         record.text = "".join(self._texts)
         record.exact = self._is_exact and self._counted > 0
+        record.is_counted = record.exact or bool(record.output_tokens)
         if not record.output_tokens:
-            record.output_tokens = self._counted if record.exact else len(record.arrivals)
+            # Most servers send an event for each token.
+            record.output_tokens = self._counted if record.exact else self._num_texts
         if not record.exact:
             counts = apportion(record.output_tokens, self._lengths)
             times = [time for time, _ in record.arrivals]

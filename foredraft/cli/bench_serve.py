@@ -247,7 +247,7 @@ async def _warm_up(
     result = await generator.run(Stage(arguments.warmup_requests, max_concurrency=1))
     for record in result.records:
         if not record.ok:
-            raise ConfigError(f"the server cannot be measured: {record.error} {record.detail}")
+            raise ConfigError(f"the server cannot be measured: {record.error}: {record.detail}")
 
 
 async def _run_stage(

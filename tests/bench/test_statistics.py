@@ -156,7 +156,17 @@ def test_tokens_are_apportioned_by_text_where_only_their_number_is_told() -> Non
     answer = read([*words, event(usage) + b"data: [DONE]\n\n"])
     assert [count for _, count in answer.arrivals] == [2, 4, 2]
     assert not answer.exact
+    assert answer.is_counted
     assert (answer.prompt_tokens, answer.output_tokens) == (7, 8)
+
+
+def test_without_any_count_each_event_with_text_is_a_token() -> None:
+    one, two, three = (event({"choices": [{"text": text}]}) for text in ("aa", "bb", "cc"))
+    end = event({"choices": [{"text": "", "finish_reason": "stop"}]})
+    answer = read([one + two, three + end + b"data: [DONE]\n\n"])
+    assert [count for _, count in answer.arrivals] == [2, 1]
+    assert answer.output_tokens == 3
+    assert not answer.is_counted
 
 
 def test_usage_that_grows_tells_when_tokens_came() -> None:
