@@ -69,12 +69,15 @@ class Bounds:
         self.all_bytes = BODIES_AT_A_TIME * body_bytes  # sum of the bodies that are arriving
         self._arriving: dict[Arrival, None] = {}  # oldest first
         self._sum = 0
+        self._refusal = ""  # of every body, once the server stops
 
     @contextlib.contextmanager
     def arriving(self, timeout: asyncio.Timeout) -> Iterator["Arrival"]:
         """Registers a body while it arrives; `timeout` can end its arrival."""
         arrival = Arrival(timeout)
         self._arriving[arrival] = None
+        if self._refusal:
+            arrival.give_up(self._refusal)
         try:
             yield arrival
         finally:
@@ -86,22 +89,33 @@ class Bounds:
         arrival.num_bytes += num_bytes
         self._sum += num_bytes
         if self._sum > self.all_bytes:
-            first = next((each for each in self._arriving if not each.is_given_up), None)
+            first = next((each for each in self._arriving if not each.refusal), None)
             if first is not None:
-                first.give_up()
+                first.give_up("the bodies of other requests need the room; try again in a second")
+
+    def refuse_all(self, refusal: str) -> None:
+        """Gives up the bodies that are arriving, and those that come later, as unavailable."""
+        self._refusal = refusal
+        for arrival in self._arriving:
+            arrival.give_up(refusal)
 
 
 class Arrival:
-    """State of a body that is arriving."""
+    """State of a body that is arriving.
+
+    Attributes:
+        num_bytes: Number of bytes that have come.
+        refusal: Why the arrival was given up; empty while it goes on.
+    """
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self.num_bytes = 0
-        self.is_given_up = False
+        self.refusal = ""
         self._timeout = timeout
 
-    def give_up(self) -> None:
+    def give_up(self, refusal: str) -> None:
         """Ends the arrival now."""
-        self.is_given_up = True
+        self.refusal = refusal
         if not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 
@@ -135,10 +149,8 @@ async def read(request: Request, model: type[B], bounds: Bounds) -> B:
                         raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
                     chunks.append(chunk)
     except TimeoutError:
-        if arrival is not None and arrival.is_given_up:
-            raise Unavailable(
-                "the bodies of other requests need the room; try again in a second"
-            ) from None
+        if arrival is not None and arrival.refusal:
+            raise Unavailable(arrival.refusal) from None
         raise SlowClient(f"the body did not arrive within {bounds.seconds:g} s") from None
     body = b"".join(chunks) or b"{}"
     _check_members(body)

@@ -104,18 +104,19 @@ class Serving:
     async def drain(self) -> None:
         """Refuses new requests from here on; returns when no request runs.
 
-        Where it is cancelled, requests that still run end with Unavailable.
+        Where it is cancelled, requests that still run end with Unavailable, and so do those that
+        have not arrived whole.
         """
         self._draining = True
-        if self._opened is None:
-            return
-        generator = self._opened.generator
+        opened = self._opened
         try:
-            await generator.wait_idle()
-        except asyncio.CancelledError:
-            generator.end_all(Unavailable(STOPPING))
+            if opened is not None:
+                await opened.generator.wait_idle()
+        finally:
+            if opened is not None:
+                opened.generator.end_all(Unavailable(STOPPING))
             self.pool.stop_waiting()
-            raise
+            self.bounds.refuse_all(STOPPING)
 
     async def close(self) -> None:
         """Ends the processes that encode."""

@@ -1,11 +1,13 @@
 """Tests what becomes of requests that run when the gateway is told to stop."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -51,6 +53,16 @@ def whole(url: str) -> httpx.Response:
     return httpx.post(url + "/v1/completions", json=STREAMS["/v1/completions"], timeout=60)
 
 
+def sent_in_part(url: str) -> socket.socket:
+    """Returns a connection with a request whose body has not come whole."""
+    where = urlsplit(url)
+    found = socket.create_connection((where.hostname or "", where.port or 0), timeout=60)
+    found.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    )
+    return found
+
+
 @pytest.fixture
 def verifier(tmp_path: Path) -> Iterator[tuple[ScriptedVerifier, contextlib.ExitStack, str]]:
     """Returns a verifier that begins every answer, what ends it, and its address."""
@@ -87,8 +99,10 @@ def test_what_runs_after_the_drain_ends_as_retryable(
         for event in begun.values():
             assert event.wait(60)
         stacks.eventually(lambda: len(script.submitted) == len(STREAMS) + 2)
+        half = open_parts.enter_context(sent_in_part(url))
         process = stacks.gateway_processes[-1]
         process.terminate()
+        assert half.recv(4096).startswith(b"HTTP/1.1 503 ")
         for path, stream in streams.items():
             *_, last = [data for data in stream.result(60) if data != "[DONE]"]
             assert STOPPING in last, path
