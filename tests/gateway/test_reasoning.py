@@ -330,6 +330,29 @@ def test_calls_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
     assert '"reasoning"' in rig.verifier.submitted[-1].sampling.grammar.structural_tag
 
 
+def test_calls_or_a_schema_after_reasoning(rig: Rig, client: openai.OpenAI) -> None:
+    text = '{"a": "<tool_call>"}'
+    rig.say(TEXTS[rig.style].replace("It is 4.", text))
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    asked: Any = {"model": "scripted", "messages": USER, "tools": tools, "response_format": form}
+    message: Any = client.chat.completions.create(**asked).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Let me see.", text)
+    assert message.tool_calls is None
+    grammar = rig.verifier.submitted[-1].sampling.grammar
+    if rig.style is GPT_OSS:
+        assert '"final"' in grammar.ebnf
+        assert "to=functions.f" in grammar.ebnf
+        return
+    tags = json.loads(grammar.structural_tag)
+    assert tags["answer"] == {"type": "object"}
+    assert tags["reasoning"]["is_open"] == (rig.style is R1)
+    rig.say(TEXTS[rig.style].replace("It is 4.", CALL))
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert message.reasoning_content == "Let me see."
+    assert message.tool_calls[0].function.arguments == '{"a": 1}'
+
+
 @pytest.mark.parametrize("kind", ["json", "structural_tag"])
 def test_a_schema_that_is_no_json_is_told(rig: Rig, client: openai.OpenAI, kind: str) -> None:
     broken = {"structured_outputs": {kind: "{"}}
