@@ -3,6 +3,8 @@
 The only place that knows both sides.
 """
 
+import contextlib
+
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError, Message
@@ -101,7 +103,8 @@ def from_rpc_error(error: grpc.RpcError) -> ForedraftError:
     retry = error_details_pb2.RetryInfo()
     for detail in _details_of(error):
         for kind in (info, bad_request, retry):
-            detail.Unpack(kind)
+            with contextlib.suppress(DecodeError):  # a peer's defect must not hide its error
+                detail.Unpack(kind)
     violation = next(iter(bad_request.field_violations), None)
     field = violation.field if violation else "request"
     text = violation.description if violation else message

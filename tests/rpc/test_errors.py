@@ -90,3 +90,9 @@ def test_statuses_of_other_servers_are_understood(
 def test_broken_details_are_ignored() -> None:
     call = FailedCall(grpc.StatusCode.UNAVAILABLE, "gone", ((DETAILS_KEY, b"\xff\xff\xff"),))
     assert type(from_rpc_error(call)) is errors.Unavailable
+
+
+def test_a_broken_detail_among_others_is_ignored() -> None:
+    status = to_status(errors.DraftError("too late"))
+    status.details.add(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff\xff")
+    assert type(from_rpc_error(received(status))) is errors.DraftError

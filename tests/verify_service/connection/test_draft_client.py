@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.errors import DraftError
+from foredraft.rpc.errors import DETAILS_KEY
 from testing.drafts import DraftProcess, attach_request
 from testing.stack import eventually
 from verify_service.connection import client as draft_client
@@ -318,6 +320,8 @@ class Nonsense(draft_pb2_grpc.DraftServiceServicer):
             answer = self._answer(request)
             if answer is None:
                 return
+            if isinstance(answer, grpc.Status):
+                context.abort_with_status(answer)
             yield answer
 
 
@@ -358,6 +362,23 @@ def nonsense() -> Iterator[Callable[[Callable[[draft_pb2.SpeculateRequest], Any]
         server.stop(0).wait()
 
 
+class Status(NamedTuple):
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, bytes], ...]
+
+
+grpc.Status.register(Status)
+
+
+def broken_details() -> Status:
+    """Returns a status with a detail that says it is one of ours, and is no message."""
+    status = status_pb2.Status()
+    status.details.add(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff")
+    metadata = ((DETAILS_KEY, status.SerializeToString()),)
+    return Status(grpc.StatusCode.UNAVAILABLE, "broken", metadata)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -365,9 +386,10 @@ def nonsense() -> Iterator[Callable[[Callable[[draft_pb2.SpeculateRequest], Any]
         draft_pb2.SpeculateResponse(),
         draft_pb2.SpeculateResponse(attach=draft_pb2.AttachResponse(epoch=1)),
         b"\xff\xff\xff nonsense",
+        broken_details(),
         None,
     ],
-    ids=["wrong step", "empty", "attach", "no message", "end"],
+    ids=["wrong step", "empty", "attach", "no message", "broken details", "end"],
 )
 def test_a_nonsensical_answer_drops_the_draft(nonsense: Any, answer: Any) -> None:
     with Client(nonsense(lambda request: good_attach(request) or answer)) as verifier:
