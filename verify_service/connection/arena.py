@@ -28,7 +28,8 @@ from verify_service import metrics
 logger = logging.getLogger(__name__)
 
 # A transport that is refused this often in a row is not offered until a draft has attached without
-# it. One refusal may be an accident, such as a draft short of descriptors or a damaged message.
+# it, unless all others were refused too. One refusal may be an accident, such as a draft short of
+# descriptors or a damaged message.
 MAX_REFUSALS = 2
 
 
@@ -127,7 +128,7 @@ class Arena:
             AttachRefused: The target lacks the hidden states, or no transport can be used.
         """
         self._free_left()
-        usable = [t for t in self._own if t in info.transports and self._refusals[t] < MAX_REFUSALS]
+        usable = [t for t in self._own if t in info.transports]
         if not self._is_reached_from(info):
             usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
         steps = self._steps if info.device_steps else None
@@ -138,11 +139,11 @@ class Arena:
             if fusion is not None:
                 row = RowFormat(fusion.shape.num_outputs, row.dtype)
             try:
-                region = self._open(usable, row, epoch, steps)
+                region = self._open(self._accepted(usable) or usable, row, epoch, steps)
             except ArenaError as error:
                 raise AttachRefused("transports", error.message) from error
         elif steps is not None:
-            region = choice.open_region(usable, epoch, self._device, steps)
+            region = choice.open_region(self._accepted(usable), epoch, self._device, steps)
         if region is None:
             return None
         self._exchange = Exchange(epoch, layers, region, Peer(info.process), fusion)
@@ -171,6 +172,7 @@ class Arena:
         """
         exchange = self.exchange(epoch)
         if exchange is None:
+            self._refusals.clear()
             return
         self._was_answered = True
         region, writer = exchange.region, exchange.writer
@@ -238,6 +240,10 @@ class Arena:
     def is_on_same_gpu(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
         """Returns whether the draft runs on the target's GPU, on this host."""
         return bool(self._uuid) and info.device_uuid == self._uuid
+
+    def _accepted(self, transports: Sequence[tensor_pb2.Transport]) -> list[tensor_pb2.Transport]:
+        """Returns the transports that were not refused too often."""
+        return [t for t in transports if self._refusals[t] < MAX_REFUSALS]
 
     def _is_reached_from(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
         """Returns whether the draft's GPU can use memory of the target's."""

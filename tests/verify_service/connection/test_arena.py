@@ -139,6 +139,17 @@ def test_one_refusal_is_taken_for_an_accident() -> None:
     assert offered == [SHM, SHM, INLINE]
 
 
+def test_the_only_transport_is_offered_again_and_again() -> None:
+    """No draft could attach without it, so a draft that was mended would never be attached."""
+    arena = make(required="shm")
+    for epoch in range(1, 5):
+        region = arena.open(info(), epoch)
+        assert region is not None
+        assert region.transport == SHM
+        arena.ended(epoch, AttachRefused("arena.handle", "cannot open the segment"))
+    assert not segments()
+
+
 def test_a_draft_that_cannot_map_gets_its_rows_in_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +283,9 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
         assert arena.open(draft, epoch) is not None
         arena.ended(epoch, AttachRefused("arena.handle", "cannot map the block"))
     assert arena.open(draft, 5) is None, "it can do without"
+    arena.attached(5)
+    arena.ended(5, None)
+    assert arena.open(draft, 6) is not None, "it may have been mended"
     monkeypatch.setattr(cuda, "device_of", lambda uuid: torch.device("cuda", 1))
     # From a GPU of its own.
     for is_whole, reaches in ((True, False), (True, True), (False, True)):
