@@ -7,7 +7,7 @@ graphs, so that a fault in them costs only the draft.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import torch
@@ -40,8 +40,14 @@ class FusionSource:
         self._address, self._identity, self._device = address, identity, device
         self._fetched: tuple[str, Fusion] | None = None
 
-    def get(self, info: draft_pb2.GetDraftInfoResponse) -> Fusion:
+    def get(
+        self, info: draft_pb2.GetDraftInfoResponse, may_cancel: Callable[[grpc.Future], None]
+    ) -> Fusion:
         """Returns the fusion that the draft offers; runs in the client's thread.
+
+        Args:
+            info: The draft's info.
+            may_cancel: See `DraftClient.may_cancel`.
 
         Raises:
             AttachRefused: The weights do not match the draft's info, or there is no memory for
@@ -54,7 +60,7 @@ class FusionSource:
         started = time.monotonic()
         try:
             fusion = Fusion(shape_of(info), codec.to_torch(info.hidden.dtype), self._device)
-            fill(fusion.tensors(), self._parts())
+            fill(fusion.tensors(), self._parts(may_cancel))
         except InvalidRequest as error:
             raise AttachRefused("hidden.dtype", error.message) from error
         except RuntimeError as error:
@@ -73,7 +79,11 @@ class FusionSource:
         self._fetched = info.checksum, fusion
         return fusion
 
-    def _parts(self) -> Iterator[draft_pb2.GetFusionResponse]:
+    def _parts(
+        self, may_cancel: Callable[[grpc.Future], None]
+    ) -> Iterator[draft_pb2.GetFusionResponse]:
         with channel(self._address, identity=self._identity) as connection:
             request = draft_pb2.GetFusionRequest()
-            yield from DraftServiceStub(connection).GetFusion(request, timeout=FETCH_SECONDS)
+            call = DraftServiceStub(connection).GetFusion(request, timeout=FETCH_SECONDS)
+            may_cancel(call)
+            yield from call

@@ -162,7 +162,9 @@ class DraftLink:
                 f" verifier {DRAFT_PROTOCOL}; both must be of one release",
             )
         model = self._model
-        fusion = self._fusion.get(info) if self._projects_here(info) else None
+        fusion = None
+        if self._projects_here(info):
+            fusion = self._fusion.get(info, self.client.may_cancel)
         num_pages, page_size, context_length = self._pool
         steps, topk, tokens = self.config.tree_limits
         return draft_pb2.AttachRequest(

@@ -257,7 +257,7 @@ class DraftClient:
     def _attend(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
         """Connects once, attaches, and stays until the stream is lost or the client closed."""
         asking = stub.GetDraftInfo.future(draft_pb2.GetDraftInfoRequest(), timeout=INFO_TIMEOUT)
-        self._may_cancel(asking)
+        self.may_cancel(asking)
         info: draft_pb2.GetDraftInfoResponse = asking.result()
         with self._changed:
             self._info = info
@@ -283,7 +283,7 @@ class DraftClient:
         self, stream: DraftStream, info: draft_pb2.GetDraftInfoResponse, epoch: int
     ) -> None:
         request = self._make_attach(info, epoch)
-        self._may_cancel(stream.call)
+        self.may_cancel(stream.call)
         timer = threading.Timer(ATTACH_TIMEOUT, stream.call.cancel)
         timer.start()
         try:
@@ -322,8 +322,8 @@ class DraftClient:
         with self._changed:
             self._changed.notify_all()
 
-    def _may_cancel(self, call: grpc.Future) -> None:
-        """Lets `close` end the wait for `call`."""
+    def may_cancel(self, call: grpc.Future) -> None:
+        """Lets `close` end the wait for `call`; for `make_attach` too."""
         with self._changed:
             self._pending = call
             if self._closed:

@@ -5,15 +5,18 @@ fewer numbers, and weights that are not what the draft says cost the draft alone
 import math
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
 from draft_service.drafters.heads import HeadDrafter
-from foredraft.api.draft.v1 import draft_pb2
+from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
 from foredraft.config.services import DraftConfig
 from foredraft.errors import AttachRefused
 from foredraft.layers.fusion import Fusion
@@ -24,6 +27,8 @@ from testing.block_drafts import tiny_block
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import HIDDEN, TinyHead, save_head, tiny_head
 from testing.engines import Job, Result, running_engine
+from verify_service.attach.fusion import FusionSource
+from verify_service.connection.client import DraftClient
 
 CPU = torch.device("cpu")
 HEADS: dict[str, TinyHead] = {
@@ -189,7 +194,7 @@ def test_bad_weights_cost_the_draft_alone(
     flags = {"speculative_draft_model_path": str(save_head(HEADS["dflash"], tmp_path))}
     monkeypatch.setattr(
         "verify_service.attach.fusion.FusionSource._parts",
-        lambda self: iter(()),
+        lambda self, may_cancel: iter(()),
     )
     with running_engine(
         target, "DFLASH", wait=False, draft_projection="verifier", **flags
@@ -198,6 +203,46 @@ def test_bad_weights_cost_the_draft_alone(
         assert all(len(result.tokens) == 40 for result in results)
         assert not harness.engine.load().draft_available
     assert "fusion.weight: 0 of 48 rows were sent" in caplog.text
+
+
+class StuckDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Offers a projection, and then does not send it."""
+
+    def __init__(self) -> None:
+        self.was_asked, self.go = threading.Event(), threading.Event()
+
+    def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:
+        return INFO
+
+    def GetFusion(self, request: Any, context: Any) -> Iterator[draft_pb2.GetFusionResponse]:
+        self.was_asked.set()
+        self.go.wait(100)
+        return iter(())
+
+
+def test_a_close_does_not_wait_for_weights() -> None:
+    server, draft = grpc.server(ThreadPoolExecutor(4)), StuckDraft()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    source = FusionSource(address, None, CPU)
+
+    def make_attach(info: draft_pb2.GetDraftInfoResponse, epoch: int) -> draft_pb2.AttachRequest:
+        source.get(info, client.may_cancel)
+        raise AssertionError("there are no weights")
+
+    client = DraftClient(address, make_attach, step_timeout=60)
+    try:
+        client.start()
+        client.allow_attach()
+        assert draft.was_asked.wait(60)
+        closing = threading.Thread(target=client.close, daemon=True)
+        closing.start()
+        closing.join(60)  # the draft would take longer
+        assert not closing.is_alive()
+    finally:
+        draft.go.set()
+        server.stop(0).wait()
 
 
 def test_quantised_projections_stay_with_the_draft(target: Path, tmp_path: Path) -> None:
