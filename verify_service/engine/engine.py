@@ -107,7 +107,7 @@ class Engine:
         self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_checked = False  # pages and slots, since something was last done
-        self._num_submitted = 0
+        self._num_submitted = self._num_added = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
         self._failure: BaseException | None = None
@@ -133,8 +133,7 @@ class Engine:
         if max(request.prompt) >= self.limits.vocab_size or min(request.prompt) < 0:
             raise InvalidRequest("prompt", f"token ids must be in [0, {self.limits.vocab_size})")
         with self._submit_lock:
-            if self._stopping or self._failure is not None:
-                raise Unavailable("the verifier is stopping; retry")
+            self._check_open()
             self._num_submitted += 1
             number = self._num_submitted
             self._inbox.put(lambda: self._add(number, request))
@@ -145,15 +144,26 @@ class Engine:
         self._inbox.put(lambda: self._cancel(number))
 
     def flush_cache(self) -> "Future[int]":
-        """Drops cached prefixes that nothing uses; the future gives the number of pages."""
+        """Drops cached prefixes that nothing uses; the future gives the number of pages.
+
+        Raises:
+            Unavailable: The engine has stopped.
+        """
         future: Future[int] = Future()
 
         def flush() -> None:
             if future.set_running_or_notify_cancel():  # the caller may have cancelled it
                 future.set_result(self._scheduler.prefix_tree.clear())
 
-        self._inbox.put(flush)
+        with self._submit_lock:
+            self._check_open()
+            self._inbox.put(flush)
         return future
+
+    def _check_open(self) -> None:
+        """Raises Unavailable once nothing put into the inbox would be taken; for under the lock."""
+        if self._stopping or self._failure is not None:
+            raise Unavailable("the verifier is stopping; retry")
 
     def wake(self) -> None:
         """Lets an idle engine look at its drafts at once."""
@@ -178,7 +188,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not self._live.by_number and self._inbox.empty()
+        return self._num_added == self._num_submitted and not self._live.by_number
 
     @property
     def ended_at(self) -> float:
@@ -221,7 +231,11 @@ class Engine:
             logger.exception("the engine failed; the verifier has to be restarted")
             with self._submit_lock:  # requests submitted before are answered below
                 self._failure = error
-        self._take_inbox()
+        while not self._inbox.empty():  # a defect may make taking one fail, which leaves it live
+            try:
+                self._take_inbox()
+            except Exception:
+                logger.exception("the engine failed again at its end")
         self._live.end_all(Unavailable("the verifier stopped; retry"))
         self._emit()
 
@@ -267,6 +281,7 @@ class Engine:
             for other in self._live.probes:
                 self._scheduler.cancel(other)
         self._live.add(number, Live(request, now))
+        self._num_added += 1
         room = max(1, self._scheduler.max_sequence_tokens - len(request.prompt))
         sampling = request.sampling
         if sampling.max_new_tokens > room:

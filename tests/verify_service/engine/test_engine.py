@@ -233,6 +233,62 @@ def test_a_defect_in_a_step_answers_everybody_and_no_more_is_taken(
         harness.engine._failure = None  # what `running_engine` looks for at its end
 
 
+def test_a_defect_answers_requests_that_it_leaves_unreadable(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked before the defect was seen fails too; its sender is answered all the same."""
+    defect = ZeroDivisionError("a defect")
+    answers: list[StepOutput] = []
+
+    def fail(*arguments: object) -> None:
+        raise defect
+
+    with running_engine(target) as harness:
+        gate = threading.Event()
+        harness.engine._inbox.put(lambda: gate.wait(60))
+        harness.engine._inbox.put(fail)
+        monkeypatch.setattr(harness.engine._scheduler, "add", fail)
+        for tag in range(2):
+            request = EngineRequest(tag, [5], GREEDY, lambda outputs, load: answers.extend(outputs))
+            harness.engine.submit(request)
+        gate.set()
+        eventually(lambda: len(answers) == 2)
+        assert all(output.finish and output.finish.error for output in answers)
+        assert harness.engine.failure is defect
+        harness.engine._failure = None  # what `running_engine` looks for at its end
+
+
+def test_a_stopped_engine_flushes_nothing(target: Path) -> None:
+    with running_engine(target) as harness:
+        harness.engine.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            harness.engine.flush_cache()
+
+
+def test_an_engine_is_not_idle_while_it_takes_a_request(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier that drains would stop, and break the request off."""
+    taken, gate = threading.Event(), threading.Event()
+    with running_engine(target) as harness:
+        add = harness.engine._add
+
+        def slowly(number: int, request: EngineRequest) -> None:
+            taken.set()
+            assert gate.wait(60)
+            add(number, request)
+
+        monkeypatch.setattr(harness.engine, "_add", slowly)
+        job = threading.Thread(target=harness.run, args=([Job([5, 6], GREEDY)],))
+        job.start()
+        assert taken.wait(60)
+        was_idle = harness.engine.is_idle
+        gate.set()
+        job.join()
+        assert not was_idle
+        eventually(lambda: harness.engine.is_idle)
+
+
 def test_pages_are_looked_at_once_after_work_and_not_all_the_time(
     plain: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
