@@ -187,8 +187,8 @@ class RpcServer:
             try:
                 await self._open(self.address)
                 return
-            except ConfigError as error:
-                # The old listener may take a moment to let go.
+            except (ConfigError, OSError) as error:
+                # The old listener may take a moment to let go, or descriptors be short.
                 logger.warning("%s; trying again", error)
                 await asyncio.sleep(_WATCH_SECONDS)
 

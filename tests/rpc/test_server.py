@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from foredraft import errors
 from foredraft.api.draft.v1 import draft_pb2, draft_pb2_grpc
+from foredraft.rpc import listening
+from foredraft.rpc import server as rpc_server
 from foredraft.rpc.address import Address
 from foredraft.rpc.channel import aio_channel, channel, check_health
 from foredraft.rpc.errors import from_rpc_error
@@ -376,5 +380,28 @@ def test_a_path_that_is_not_utf8_ends_neither_the_server_nor_its_calls(listen: s
             assert await call.read() is grpc.aio.EOF
         await server.stop(0)
         assert await asyncio.to_thread(check_health, server.address) == "UNREACHABLE"
+
+    asyncio.run(main())
+
+
+def test_a_server_that_cannot_listen_again_at_once_does_so_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An example is a process that is short of descriptors."""
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    def bind(*arguments: Any) -> Address:
+        if failures:
+            raise failures.pop()
+        return listening.bind(*arguments)
+
+    async def main() -> None:
+        server = await start(f"unix:{tmp_path}/socket", Draft())
+        await server.set_serving()
+        monkeypatch.setattr(rpc_server, "bind", bind)
+        await asyncio.to_thread(send_path, server.address, b"/a.b\xe3/C")
+        await asyncio.to_thread(wait_ready, server.address, 20, service=NAME)
+        assert not failures
+        await server.stop(0)
 
     asyncio.run(main())
