@@ -185,14 +185,11 @@ def _check_ngram(config: SpeculationFlags) -> None:
         )
     if branch < 2 or window > 64 or branch > 64:
         raise ConfigError("the n-gram windows must be in [2, 64]")
-    if (
-        not 1
-        <= config.speculative_ngram_min_bfs_breadth
-        <= config.speculative_ngram_max_bfs_breadth
-    ):
+    least, most = config.speculative_ngram_min_bfs_breadth, config.speculative_ngram_max_bfs_breadth
+    if not 1 <= least <= most <= 256:
         raise ConfigError(
             "--speculative-ngram-min-bfs-breadth must be in [1,"
-            " --speculative-ngram-max-bfs-breadth]"
+            " --speculative-ngram-max-bfs-breadth], which must be at most 256"
         )
     if not 1000 <= config.speculative_ngram_capacity < 2**31:
         raise ConfigError("--speculative-ngram-capacity must be in [1000, 2147483647] nodes")

@@ -136,7 +136,6 @@ class SpeculationFlags:
         depth = self.speculative_ngram_max_trie_depth
         if depth is not None:
             return depth, depth
-        return (
-            self.speculative_ngram_max_match_window_size or 12,
-            self.speculative_ngram_branch_length or 18,
-        )
+        longest = self.speculative_ngram_max_match_window_size
+        inserted = self.speculative_ngram_branch_length
+        return 12 if longest is None else longest, 18 if inserted is None else inserted

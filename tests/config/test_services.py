@@ -111,6 +111,9 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         {"speculative_ngram_min_bfs_breadth": 11},
         ["--speculative-ngram-min-bfs-breadth", "--speculative-ngram-max-bfs-breadth"],
     ),
+    ({"speculative_ngram_max_bfs_breadth": 257}, ["--speculative-ngram-max-bfs-breadth"]),
+    ({"speculative_ngram_max_match_window_size": 0}, ["--speculative-ngram-max-match-window-size"]),
+    ({"speculative_ngram_branch_length": 0}, ["n-gram windows"]),
     ({"speculative_ngram_capacity": 10}, ["--speculative-ngram-capacity"]),
     ({"speculative_ngram_capacity": 2**31}, ["--speculative-ngram-capacity"]),
     (
