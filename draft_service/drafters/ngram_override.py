@@ -3,13 +3,12 @@
 Never imports torch.
 """
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draft_service.drafters.ngram import CONFIDENT_LENGTHS, rules_of
 from draft_service.drafters.paged_sequences import Extension
-from draft_service.metrics import NGRAM_OVERRIDES, TRIE_NODES
+from draft_service.drafters.seen_text import SeenText, rules_of
+from draft_service.metrics import NGRAM_OVERRIDES
 from draft_service.ngram import trie
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.speculation import SpeculationConfig
@@ -38,33 +37,19 @@ class OverrideSettings:
 
 
 class NgramOverride:
-    """Holds the text of one verifier's sequences, and proposes what followed such text before."""
+    """Proposes what followed a sequence's newest text before, in a model's place."""
 
     def __init__(self, settings: OverrideSettings) -> None:
-        self._text = trie.NgramDrafter(settings.rules, settings.capacity)
-        self._num_tokens: dict[int, int] = {}  # by slot: position after the newest known token
-        self._num_nodes = 0  # last value added to the metric
+        self._text = SeenText(settings.rules, settings.capacity)
 
     def read(self, request: draft_pb2.StepRequest) -> None:
-        """Reads the committed tokens of a step that has been validated.
-
-        A sequence with cached pages is known from its first uncached token on.
-        """
-        for slot in request.released_slots:
-            self._release(slot)
+        """Reads the committed tokens of a step that has been validated."""
+        self._text.release(request.released_slots)
         for sequence in request.sequences:
-            slot = sequence.slot
             if sequence.HasField("begin"):
-                self._release(slot)
-                self._text.begin(slot, sequence.begin.scope or None)
-                self._num_tokens[slot] = sequence.position
-            # Committed tokens never change, so those that are sent again are skipped.
-            news = sequence.tokens[self._num_tokens[slot] - sequence.position :]
-            self._text.extend(slot, news)
-            self._num_tokens[slot] += len(news)
-        num_nodes = self._text.num_nodes
-        TRIE_NODES.inc(num_nodes - self._num_nodes)
-        self._num_nodes = num_nodes
+                self._text.begin(sequence)
+            self._text.extend(sequence.slot, sequence.position, sequence.tokens)
+        self._text.report_nodes()
 
     def propose(self, extensions: Sequence[Extension], response: draft_pb2.StepResponse) -> None:
         """Proposes trees for the sequences whose newest text was seen before.
@@ -75,24 +60,10 @@ class NgramOverride:
             if extension.limits is None:
                 continue
             steps, topk, nodes = extension.limits
-            slot = extension.sequence.slot
-            # A larger tree leaves enough nodes after it is cut to the limits.
-            tree = self._text.propose(slot, 4 * nodes).within(steps, topk).first(nodes)
-            if not tree.tokens:
-                continue
-            extension.limits = None
-            NGRAM_OVERRIDES.inc()
-            response.proposals.add(
-                slot=slot,
-                tokens=tree.tokens,
-                parents=tree.parents,
-                confidence=bisect.bisect(CONFIDENT_LENGTHS, self._text.match_length(slot)),
-            )
+            if self._text.propose(extension.sequence.slot, nodes, (steps, topk), response):
+                extension.limits = None
+                NGRAM_OVERRIDES.inc()
 
     def close(self) -> None:
         """Subtracts the trie's nodes from the metric."""
-        TRIE_NODES.dec(self._num_nodes)
-
-    def _release(self, slot: int) -> None:
-        self._text.release(slot)
-        self._num_tokens.pop(slot, None)
+        self._text.close()
