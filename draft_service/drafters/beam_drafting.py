@@ -159,6 +159,30 @@ class BeamDrafter:
         return rows
 
 
+def empty_trees(
+    sequences: Sequence[PagedSequence],
+    limits: tuple[int, int, int],
+    ordering: Ordering,
+    device: torch.device,
+) -> BeamTree:
+    """Returns the builder of a tree for each sequence, in their order.
+
+    Args:
+        sequences: Sequences that the trees continue; coupled drafts follow their sampling.
+        limits: (steps, topk, nodes) of the largest tree.
+        ordering: Order in which children of a node are chosen.
+        device: Device of the logits.
+    """
+    (steps, topk, nodes), rows = limits, None
+    if ordering == "coupled":
+        rows = SamplingRows.from_params(
+            [sequence.sampling for sequence in sequences],
+            [sequence.num_tokens for sequence in sequences],
+            device,
+        )
+    return BeamTree(len(sequences), steps, topk, nodes + 1, ordering, rows)
+
+
 class _Beams:
     """Holds the trees of sequences that want the same number of levels and beams."""
 
@@ -174,16 +198,12 @@ class _Beams:
         self.features = torch.stack(features)[:, None] if features else None  # [B, K, H]
         self.tokens: list[list[int]] = []
         self.level = -1
-        rows = None
-        if ordering == "coupled":
-            rows = SamplingRows.from_params(
-                [request.sequence.sampling for request in requests],
-                [request.sequence.num_tokens for request in requests],
-                self.logits.device,
-            )
         self._max_nodes = [request.limits[2] for request in requests]
-        self.tree = BeamTree(
-            len(requests), self.num_steps, self.topk, 1 + max(self._max_nodes), ordering, rows
+        self.tree = empty_trees(
+            [request.sequence for request in requests],
+            (self.num_steps, self.topk, max(self._max_nodes)),
+            ordering,
+            self.logits.device,
         )
 
     def expand(self) -> bool:

@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draft_service.drafters.beam_drafting import TreeRequest
+from draft_service.drafters.beam_drafting import TreeRequest, empty_trees
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.runner.batch import SequenceRows
-from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree
-from foredraft.trees.tree_building import BeamTree, Ordering
+from foredraft.trees.tree_building import Ordering
 
 # Called with (indices, depth, tokens, beams): the indices of n requests, a depth from 0 on, the
 # newest tokens int64 [n, W] of W paths, and for each path the index of the path that it continues
@@ -40,16 +39,10 @@ def draft_trees(
         groups.setdefault(request.limits[:2], []).append(index)
     trees: list[DraftTree] = [EMPTY] * len(requests)
     for (num_steps, topk), indices in groups.items():
-        rows = None
-        if ordering == "coupled":
-            rows = SamplingRows.from_params(
-                [requests[i].sequence.sampling for i in indices],
-                [requests[i].sequence.num_tokens for i in indices],
-                device,
-            )
+        sequences = [requests[i].sequence for i in indices]
         nodes = [requests[i].limits[2] for i in indices]
-        tree = BeamTree(len(indices), num_steps, topk, 1 + max(nodes), ordering, rows)
-        newest = [requests[i].sequence.last_token or 0 for i in indices]
+        tree = empty_trees(sequences, (num_steps, topk, max(nodes)), ordering, device)
+        newest = [sequence.last_token or 0 for sequence in sequences]
         previous = torch.tensor(newest, dtype=torch.int64, device=device)[:, None]
         beams: torch.Tensor | None = None
         for depth in range(num_steps):

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch, TreeRequest
+from draft_service.drafters.beam_drafting import Scratch, TreeRequest, empty_trees
 from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.head_proposer import HeadProposer
 from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.sampling.rows import SamplingRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.trees.tree_building import BeamTree
 
@@ -142,17 +141,12 @@ class ModuleChainProposer(HeadProposer):
         for window in self._windows:
             if window.wanted:
                 groups.setdefault(window.wanted, []).append(window)
+        device = self._head_runner.head.device
         chains = []
         for steps, windows in groups.items():
-            rows = None
-            if self._ordering == "coupled":
-                rows = SamplingRows.from_params(
-                    [window.sequence.sampling for window in windows],
-                    [window.sequence.num_tokens for window in windows],
-                    self._head_runner.head.device,
-                )
+            sequences = [window.sequence for window in windows]
             chains.append(
-                (BeamTree(len(windows), steps, 1, steps + 1, self._ordering, rows), windows)
+                (empty_trees(sequences, (steps, 1, steps), self._ordering, device), windows)
             )
         return chains
 

@@ -23,7 +23,7 @@ def add_trees(
         slots: Slots of the sequences in the batch.
         wanted: Limits of the wanted trees, (steps, topk, nodes), by index of the sequence in the
             batch; None for a whole tree.
-        whole: tuple[int, int, int] of the largest trees.
+        whole: Limits of the largest trees.
     """
     tokens, parents = trees
     all_tokens, all_parents = tokens.tolist(), parents.tolist()
