@@ -134,11 +134,6 @@ class NgramDrafter:
         self._scope_of.pop(slot, None)
 
     @property
-    def num_slots(self) -> int:
-        """Sequences in use."""
-        return len(self._contexts)
-
-    @property
     def num_nodes(self) -> int:
         """Nodes of the trie in use."""
         return self._trie.num_nodes

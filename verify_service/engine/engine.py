@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import logging
 import queue
 import threading
@@ -105,7 +106,7 @@ class Engine:
             overlaps=overlap,
         )
         self._self_tests = tuple(self_tests)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_checked = False  # pages and slots, since something was last done
         self._num_submitted = self._num_added = 0
         self._submit_lock = threading.Lock()
@@ -141,7 +142,7 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """Ends a request at the next step; does nothing if it has ended."""
-        self._inbox.put(lambda: self._cancel(number))
+        self._inbox.put(functools.partial(self._scheduler.cancel, number))
 
     def flush_cache(self) -> "Future[int]":
         """Drops cached prefixes that nothing uses; the future gives the number of pages.
@@ -307,9 +308,6 @@ class Engine:
             self._scheduler.add(sequence)
         except ForedraftError as error:
             self._outcomes.finish(sequence, FinishReason.ERROR, error)
-
-    def _cancel(self, number: int) -> None:
-        self._scheduler.cancel(number)
 
     def _emit(self) -> None:
         """Hands each submitter the outputs of this step."""

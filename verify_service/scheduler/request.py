@@ -136,16 +136,6 @@ class Sequence:
         return len(self.prompt)
 
     @property
-    def num_tokens(self) -> int:
-        """Number of prompt and output tokens."""
-        return len(self.tokens)
-
-    @property
-    def last_token(self) -> int:
-        """The newest token; when decoding, the root."""
-        return self.tokens[-1]
-
-    @property
     def num_output(self) -> int:
         """Number of tokens generated so far."""
         return len(self.tokens) - len(self.prompt)

@@ -23,7 +23,6 @@ class RunQueue:
         running: Sequences with a slot, best rank first.
         free_slots: Slots of no sequence; a heap, so that low numbers go first.
         may_admit: Whether admission may turn out otherwise than when it was last tried.
-        num_preemptions: Number of preemptions so far.
     """
 
     def __init__(self, tables: PageTables, num_slots: int) -> None:
@@ -31,7 +30,6 @@ class RunQueue:
         self.running: list[Sequence] = []
         self.free_slots = list(range(num_slots))
         self.may_admit = False
-        self.num_preemptions = 0
         self._tables = tables
         self._num_slots = num_slots
         self._live: dict[int, Sequence] = {}
@@ -106,7 +104,6 @@ class RunQueue:
         seq.status = Status.WAITING
         seq.num_computed = 0
         seq.num_preemptions += 1
-        self.num_preemptions += 1
         self._enqueue(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason | None = None) -> None:

@@ -77,11 +77,6 @@ class Scheduler:
         return len(self._queue.waiting)
 
     @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions so far."""
-        return self._queue.num_preemptions
-
-    @property
     def num_available_pages(self) -> int:
         """Number of pages that are free, or cached and used by no sequence."""
         return self.pool.num_free + self.pool.num_idle

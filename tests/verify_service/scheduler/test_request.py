@@ -43,8 +43,7 @@ def test_lengths_follow_from_tokens():
     seq.num_computed = 2
     seq.append_tokens([7])
     assert seq.is_decoding
-    assert seq.last_token == 7
-    assert (seq.num_tokens, seq.num_output, seq.num_output_left) == (3, 1, 4)
+    assert (seq.tokens[2:], seq.num_output, seq.num_output_left) == ([7], 1, 4)
     seq.num_computed = 0
     assert seq.num_uncomputed == 3
 
