@@ -72,7 +72,7 @@ class HeadDrafter(PagedDrafter):
         target: ModelConfig,
         name: str,
         fingerprint: str,
-        limits: Limits,
+        limits: tuple[int, int, int],
         options: DrafterOptions | None = None,
         target_weights: TargetWeights | None = None,
     ) -> None:
@@ -184,17 +184,16 @@ class HeadDrafter(PagedDrafter):
         if self._offered_fusion is not None:
             yield from parts_of(self._offered_fusion.tensors())
 
-    def attach(
+    def _allocate(
         self, request: draft_pb2.AttachRequest
     ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
-        """Attaches as PagedDrafter does; on a GPU the head gets its target's weights first."""
+        """See PagedDrafter; on a GPU the head gets its target's weights first."""
         weights = self._target_weights
         if weights is None:
-            return super().attach(request)
-        self._check(request)
+            return super()._allocate(request)
         weights.attach(request.weights)
         try:
-            proposer, response = super().attach(request)
+            proposer, response = super()._allocate(request)
         except BaseException:
             weights.detach()
             raise

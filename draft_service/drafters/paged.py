@@ -155,7 +155,7 @@ class PagedDrafter(Drafter):
         dtype: torch.dtype,
         device: torch.device,
         fingerprint: str,
-        limits: Limits,
+        limits: tuple[int, int, int],
         options: DrafterOptions,
     ) -> None:
         self._config = config
@@ -165,13 +165,14 @@ class PagedDrafter(Drafter):
         self.graphs = options.graphs
         self._source, self._ngrams = options.source, options.ngrams
         self._fingerprint = fingerprint
-        self._limits = limits
+        steps, topk, tokens = limits
+        self._limits: Limits = (steps, topk, tokens - 1)
 
     @property
     def tree_limits(self) -> draft_pb2.TreeLimits:
         """Returns the limits of the largest trees."""
-        steps, topk, tokens = self._limits
-        return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
+        steps, topk, nodes = self._limits
+        return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=nodes + 1)
 
     @property
     def proposes(self) -> draft_pb2.ProposalShape:
@@ -182,14 +183,20 @@ class PagedDrafter(Drafter):
     def attach(
         self, request: draft_pb2.AttachRequest
     ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
-        """Allocates KV for the verifier's pages, and scratch."""
+        """Checks that the draft fits the verifier, and allocates its memory."""
         self._check(request)
+        return self._allocate(request)
+
+    def _allocate(
+        self, request: draft_pb2.AttachRequest
+    ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
+        """Allocates KV for the verifier's pages, and scratch."""
         asked = request.limits
-        steps, topk, tokens = self._limits
+        steps, topk, nodes = self._limits
         limits = (
             asked.num_steps or steps,
             asked.topk or topk,
-            (asked.num_draft_tokens or tokens) - 1,
+            asked.num_draft_tokens - 1 if asked.num_draft_tokens else nodes,
         )
         self._check_limits(limits)
         scratch = Scratch(

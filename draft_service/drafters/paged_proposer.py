@@ -32,7 +32,7 @@ CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
 # 0.25 ms of the 3 to 4 ms of a small head's step.
 BRIEF_SECONDS = 0.02
 
-Limits = tuple[int, int, int]
+Limits = tuple[int, int, int]  # (steps, topk, nodes) of a tree; nodes are without the root
 
 
 class PagedProposer(Proposer):
