@@ -102,7 +102,7 @@ class NgramDrafter:
         self._contexts[slot].extend(tokens)
 
     def propose(self, slot: int, max_nodes: int) -> DraftTree:
-        """A tree of at most `max_nodes` continuations; empty where nothing matches."""
+        """Returns a tree of at most `max_nodes` continuations; empty where nothing matches."""
         rules = self.rules
         context = self._contexts[slot]
         if max_nodes <= 0:
@@ -119,8 +119,8 @@ class NgramDrafter:
         return DraftTree(tokens, parents)
 
     def match_length(self, slot: int) -> int:
-        """The longest match of the last proposal, 0 for none: a longer match is more likely to be
-        right.
+        """Returns the length of the last proposal's match, 0 for none; a longer match is more
+        likely to be right.
         """
         return self._match_lengths[slot]
 
@@ -135,12 +135,12 @@ class NgramDrafter:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the trie in use."""
+        """Number of the trie's nodes in use."""
         return self._trie.num_nodes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated by the trie and the live sequences."""
+        """Number of bytes allocated by the trie and the live sequences."""
         return self._trie.num_bytes + sum(c.num_bytes for c in self._contexts.values())
 
     def _scope_id(self, scope: str) -> int:

@@ -60,7 +60,7 @@ class Identity:
             raise ConfigError(f"{flags} {self.authorities}: {error}") from None
 
     def version(self) -> Version:
-        """Changes when a file does.
+        """Returns a value that changes when one of the files does.
 
         Raises:
             OSError: One is gone.

@@ -198,7 +198,7 @@ class HiddenReader(ABC):
     exchange: DraftExchange | None = None
 
     def expect(self, step: int) -> None:  # noqa: B027
-        """Assigns the reads from now on to a step whose message has come."""
+        """Prepares to read the rows of a step whose message has come."""
 
     @abstractmethod
     def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:

@@ -91,8 +91,8 @@ class DeviceExchange:
     def release(self, step: int) -> None:
         """Ends the wait for a step's trees, which are meaningless then. Any thread may call it.
 
-        A draft that goes on may yet write the number of a step before: where the stream has not
-        come to its wait, say it again.
+        A draft that still runs may write the number of an earlier step over it, so call this
+        again while the stream has not come to its wait.
         """
         cuda.write_word(self._side, self._drafted, step)
 

@@ -62,7 +62,7 @@ class StreamReader:
         self._thread: threading.Thread | None = None
 
     def begin(self, stream: DraftStream) -> Reading:
-        """Starts to read the next message of a stream; the future ends with the stream at last."""
+        """Starts to read the next message of a stream; its end makes the future fail."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="draft-reader", daemon=True)
             self._thread.start()
