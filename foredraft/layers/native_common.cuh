@@ -79,13 +79,10 @@ DEVICE void load_matrices(u32* r, u32 at) {
 
 DEVICE u32 select_bytes(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
 
-// (number - zero) * scale as bfloat16 of the numbers in bits 0 to 3 and 16 to 19, rounded once;
-// `zeros` holds -(128 + zero point), `scales` the scale, twice each.
-DEVICE u32 weights_of(u32 numbers, u32 zeros, u32 scales) {
+// a b + c for two bfloat16 each, rounded once; also those below the smallest normal one.
+DEVICE u32 multiply_add_pair(u32 a, u32 b, u32 c) {
   u32 both;
-  asm("{\n.reg .b32 t;\nlop3.b32 t, %1, 0x000f000f, 0x43004300, 0xea;\n"
-      "fma.rn.bf16x2 t, t, %4, %2;\nfma.rn.bf16x2 %0, t, %3, %5;\n}"
-      : "=r"(both) : "r"(numbers), "r"(zeros), "r"(scales), "r"(0x3f803f80u), "r"(0x80008000u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
   return both;
 }
 

@@ -5,9 +5,13 @@
 // depend on it. A block has all parts of its outputs and adds them up in their order, so that a row
 // has the bits of `words_kernels`, beside any number of others.
 //
+// A number in bits 0 to 3 of a half-word is a bfloat16 of so many times 2^-133, the smallest one, and in
+// bits 4 to 7 of 16 times that, without a conversion. Factors are those of `words_cuda`.
+//
 // Macros: INPUTS; PARTS; TILES, 16 outputs each, that a block computes; GATED, whether their second
 // half is the up projection of the first; GROUPS, pairs of factors of an output in a unit; CHANNEL,
-// whether one pair is for all inputs; STAGES, units in shared memory; HAS_BIAS.
+// whether one pair is for all inputs; STAGES, units in shared memory; HAS_BIAS;
+// FORM, see `words_factors`.
 #define UNITS (INPUTS / 256 / PARTS)
 #define LINE (INPUTS / 8)  // words of an output
 #define WARPS (PARTS * TILES)
@@ -16,6 +20,8 @@
 #define WORD_BYTES 2048
 #define STAGE_BYTES (WORD_BYTES + (CHANNEL ? 0 : 64 * GROUPS))
 #define BARRIER_BYTES 128
+enum { STEPS, OFFSETS, LARGE_OFFSETS };
+#define MINUS_ZERO 0x80008000u  // leaves a sum as it is
 
 // chunk: units of each part whose columns of x are in shared memory at a time, twice if there are
 // more.
@@ -108,6 +114,14 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
       end_copies();
       stage = stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES;
 
+      u32 offsets[GROUPS][2], scales_low[GROUPS][2], scales_high[GROUPS][2];  // twice each
+#pragma unroll
+      for (int i = 0; i < GROUPS * 2; i++) {
+        const u32 own = both[i / 2][i % 2], scale = select_bytes(own, own, 0x1010);
+        offsets[i / 2][i % 2] = select_bytes(own, own, 0x3232);
+        scales_high[i / 2][i % 2] = scale;
+        scales_low[i / 2][i % 2] = FORM == OFFSETS ? multiply_add_pair(scale, 0x41804180u, MINUS_ZERO) : scale;
+      }
       u32 columns[2][4];  // of a plane and the next
       load_matrices(columns[0], columns_of_unit);
 #pragma unroll
@@ -117,10 +131,17 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
         u32 a[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const u32 own = both[plane * GROUPS / 8][i % 2];
+          const int group = plane * GROUPS / 8;
           const u32* pair = pairs[2 * k + i / 2][i % 2];
-          const u32 numbers = select_bytes(pair[0], pair[1], plane < 4 ? 0x5410 : 0x7632);
-          a[i] = weights_of(numbers >> 4 * (plane % 4), select_bytes(own, own, 0x3232), select_bytes(own, own, 0x1010));
+          const u32 halves = select_bytes(pair[0], pair[1], plane < 4 ? 0x5410 : 0x7632);
+          const bool is_high = FORM == LARGE_OFFSETS || plane % 2;  // bits 4 to 7 of a half-word, else 0 to 3
+          const int shift = 4 * (plane % 4) - 4 * is_high;
+          const u32 numbers = (shift < 0 ? halves << 4 : halves >> shift) & (is_high ? 0x00f000f0u : 0x000f000fu);
+          const u32 scale = (is_high ? scales_high : scales_low)[group][i % 2], offset = offsets[group][i % 2];
+          if (FORM == STEPS)  // first number - zero
+            a[i] = multiply_add_pair(multiply_add_pair(numbers, is_high ? 0x7d007d00u : 0x7f007f00u, offset), scale, MINUS_ZERO);
+          else
+            a[i] = multiply_add_pair(numbers, scale, offset);
         }
         multiply_add(sums, a, columns[plane % 2][2 * k], columns[plane % 2][2 * k + 1]);
       }

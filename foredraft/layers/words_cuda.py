@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
-from foredraft.layers import exact_gemm, words_native
+from foredraft.layers import exact_gemm, words_factors, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
@@ -33,7 +33,7 @@ class WordsMethod(LinearMethod):
     `words_kernels` describes their order.
 
     Parameters of the layer: `weight` int32 [outputs, inputs * bits / 32]; `scales` float32 [groups,
-    outputs], or with 4 bits int32 [groups, outputs], which hold zero points too.
+    outputs], or with 4 bits the words of `words_factors`, [groups, outputs].
     """
 
     is_exact = True
@@ -44,6 +44,7 @@ class WordsMethod(LinearMethod):
         self._bits, self._dtype = scheme.bits, dtype
         self._group = scheme.group_size or num_inputs
         self._unit, self._parts = _cuts(scheme, num_inputs, num_outputs)
+        self._form = words_factors.Form.STEPS
 
     @staticmethod
     def takes(matrix: Matrix, scheme: WeightScheme, dtype: torch.dtype) -> bool:
@@ -53,8 +54,9 @@ class WordsMethod(LinearMethod):
         num_outputs, num_inputs = matrix.numbers.shape
         if not _cuts(scheme, num_inputs, num_outputs)[0]:
             return False
-        is_centred = matrix.zeros is None or bool((matrix.zeros == 128).all())
-        return scheme.bits == 4 or is_centred
+        if scheme.bits == 4:
+            return words_factors.are_finite(matrix.scales, dtype)
+        return matrix.zeros is None or bool((matrix.zeros == 128).all())
 
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
@@ -75,12 +77,8 @@ class WordsMethod(LinearMethod):
             linear.scales = _parameter(scales.contiguous().float())
             return
         assert matrix.zeros is not None
-        base = 1024 if self._dtype == torch.float16 else 128
-        zeros = -(matrix.zeros.t().float() + base)
-        low, high = (
-            half.to(self._dtype).contiguous().view(torch.int16).int() for half in (scales, zeros)
-        )
-        linear.scales = _parameter(low & 0xFFFF | high << 16)
+        words, self._form = words_factors.factor_words(scales, matrix.zeros.t(), self._dtype)
+        linear.scales = _parameter(words)
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -98,7 +96,7 @@ class WordsMethod(LinearMethod):
         rows, words = x.shape[0], linear.weight.shape[1]
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         if rows <= self.early_rows:
-            found = words_native.multiply(linear, x, self._group, self._parts, gated)
+            found = words_native.multiply(linear, x, self._group, self._parts, gated, self._form)
             if found is not None:
                 return found
         out = x.new_empty((rows, outputs))
@@ -113,8 +111,8 @@ class WordsMethod(LinearMethod):
             rows, outputs, words, BITS=self._bits,
             GROUP=0 if self._group == linear.num_inputs else self._group, UNIT=self._unit,
             PARTS=self._parts, HAS_BIAS=linear.bias is not None, GATED=gated, BLOCK_N=block_n,
-            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, num_warps=warps,
-            num_stages=stages, **overlapped(x.device),
+            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, FORM=int(self._form),
+            num_warps=warps, num_stages=stages, **overlapped(x.device),
         )  # fmt: skip
         return out
 
@@ -170,7 +168,8 @@ class WordsMethod(LinearMethod):
         grid = (-(-outputs // block_n), inputs * self._bits // 32 // self._unit)
         kernels.dequantize_words[grid](
             linear.weight, linear.scales, out, outputs, inputs,
-            BITS=self._bits, GROUP=self._group, UNIT=self._unit, BLOCK_N=block_n,
+            BITS=self._bits, GROUP=self._group, UNIT=self._unit,
+            FORM=int(self._form), BLOCK_N=block_n,
         )  # fmt: skip
         return out
 

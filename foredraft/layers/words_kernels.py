@@ -6,82 +6,121 @@ up in its order, then the parts in theirs.
 """
 
 # mypy: ignore-errors
+import torch
 import triton
 import triton.language as tl
 
+from foredraft.layers import words_factors
 from foredraft.layers.triton_kernels import silu_times
+
+_BF16_STEP = tl.constexpr(words_factors.STEPS[torch.bfloat16])
+_FP16_STEP = tl.constexpr(words_factors.STEPS[torch.float16])
+_STEPS = tl.constexpr(int(words_factors.Form.STEPS))
+_OFFSETS = tl.constexpr(int(words_factors.Form.OFFSETS))
+_OFFSET_STEP = tl.constexpr(words_factors.OFFSET_STEP)
 
 
 @triton.constexpr_function
-def _code(plane, is_half):
-    """Two int32 $1, $2 hold a 4-bit number each; $0 = (number - zero) * scale of both as 16-bit
-    floats.
+def _is_high(plane, form):
+    """Whether numbers are taken from bits 4 to 7 of a half-word, else from 0 to 3."""
+    return form == words_factors.Form.LARGE_OFFSETS or plane % 2 == 1
 
-    $3 is -(base + zero point) and $5 the scale, twice each. `base` is a power of two whose last
-    bits the number fills: 128 in bfloat16, 1024 in float16.
+
+@triton.constexpr_function
+def _code(plane, is_half, form):
+    """Two int32 $1, $2 hold a 4-bit number each; $0 = the weights as 16-bit floats, $3 and $5 are
+    the second and the first factor, twice each.
     """
-    kind, base, one = "bf16x2", "0x43004300", "0x3f803f80"
-    if is_half:
-        kind, base, one = "f16x2", "0x64006400", "0x3c003c00"
-    halves = "0x5410"
-    if plane >= 4:
-        halves = "0x7632"
-    shift = 4 * (plane % 4)
+    kind = "f16x2" if is_half else "bf16x2"
+    halves = "0x5410" if plane < 4 else "0x7632"
+    is_high = _is_high(plane, form)
+    shift = 4 * (plane % 4) - 4 * is_high
+    move = "shl.b32 t, t, 4;" if shift < 0 else f"shr.b32 t, t, {shift};"
+    mask = "0x00f000f0" if is_high else "0x000f000f"
+    steps = f"fma.rn.{kind} $0, t, $5, $3;"
+    if form == words_factors.Form.STEPS:
+        # 2**k times the number: 2**11 and 2**15 in float16, 2**123 and 2**127 in bfloat16.
+        if is_half:
+            unit = "0x68006800" if is_high else "0x78007800"
+        else:
+            unit = "0x7d007d00" if is_high else "0x7f007f00"
+        steps = f"""
+        mov.b32 unit, {unit};
+        mov.b32 none, 0x80008000;
+        fma.rn.{kind} t, t, unit, $3;
+        fma.rn.{kind} $0, t, $5, none;
+        """
     return f"""{{
-    .reg .b32 t, one, none;
+    .reg .b32 t, unit, none;
     prmt.b32 t, $1, $2, {halves};
-    shr.b32 t, t, {shift};
-    lop3.b32 t, t, 0x000f000f, {base}, 0xea;
-    mov.b32 one, {one};
-    mov.b32 none, 0x80008000;
-    fma.rn.{kind} t, t, one, $3;
-    fma.rn.{kind} $0, t, $5, none;
+    {move}
+    and.b32 t, t, {mask};
+    {steps}
     }}"""
 
 
 @triton.jit
 def _plane(
     words,
-    zeros,
-    scales,
+    factors,
     PLANE: tl.constexpr,
     BITS: tl.constexpr,
     TYPE: tl.constexpr,
     ASM: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """(number - zero) * scale of numbers PLANE of each word, rounded once to TYPE."""
+    first, first_low, second = factors
     if ASM:
+        if not _is_high(PLANE, FORM):
+            first = first_low
         if tl.float16 == TYPE:
             tile = tl.inline_asm_elementwise(
-                _code(PLANE, True), "=r,r,r,r,r,r,r", [words, zeros, scales],
+                _code(PLANE, True, FORM), "=r,r,r,r,r,r,r", [words, second, first],
                 dtype=tl.float16, is_pure=True, pack=2,
             )  # fmt: skip
         else:
             tile = tl.inline_asm_elementwise(
-                _code(PLANE, False), "=r,r,r,r,r,r,r", [words, zeros, scales],
+                _code(PLANE, False, FORM), "=r,r,r,r,r,r,r", [words, second, first],
                 dtype=tl.bfloat16, is_pure=True, pack=2,
             )  # fmt: skip
     else:
         # 2**23 + number, made of bits: conversions of integers are slow.
         numbers = ((words >> (BITS * PLANE)) & ((1 << BITS) - 1)) | 0x4B000000
-        tile = ((numbers.to(tl.float32, bitcast=True) - zeros) * scales).to(TYPE)
+        numbers = numbers.to(tl.float32, bitcast=True)
+        if FORM != _STEPS:
+            tile = ((numbers - 8388608.0) * first + second).to(TYPE)
+        else:
+            tile = ((numbers - second) * first).to(TYPE)
     return tile
 
 
 @triton.jit
-def _factors(ptr, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr):
-    """Zero points and scales of outputs [..., n, 1], as `_plane` wants them, from pointers [..., n]."""
+def _factors(ptr, ASM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr, FORM: tl.constexpr):
+    """Factors of outputs [..., n, 1], as `_plane` wants them, from pointers [..., n]: the first, the
+    first of numbers in the lowest bits, the second.
+    """
     both = tl.expand_dims(tl.load(ptr), -1)
+    first_low = both
     if BITS == 8:
-        zeros, scales = 8388736.0, both  # 2**23 + 128
+        first, second = both, 8388736.0  # 2**23 + 128
     elif ASM:
-        zeros, scales = ((both >> 16) & 0xFFFF) * 65537, (both & 0xFFFF) * 65537
+        first, second = (both & 0xFFFF) * 65537, ((both >> 16) & 0xFFFF) * 65537
+        first_low = first
+        if FORM == _OFFSETS:  # 16 times as large
+            first_low = tl.inline_asm_elementwise(
+                "{.reg .b32 c, none; mov.b32 c, 0x41804180; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, c, none;}",
+                "=r,r", [first], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
     else:
-        base = 1024.0 if tl.float16 == TYPE else 128.0
-        zeros = (both >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-        zeros = 8388608.0 - base - zeros
-        scales = both.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
-    return zeros, scales
+        first = both.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        second = (both >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        if FORM != _STEPS:
+            first = first * 2.0**-64 * 2.0 ** (64 - _OFFSET_STEP)
+        else:
+            step: tl.constexpr = _FP16_STEP if tl.float16 == TYPE else _BF16_STEP
+            first, second = first * 2.0**-step, 8388608.0 - second * 2.0**step
+    return first, first_low, second
 
 
 @triton.jit
@@ -106,17 +145,18 @@ def _store(
 def multiply_few(
     x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out = x W^T + bias for few rows: a program's warps have one part each, side by side.
 
     With GATED, silu of the first half of W's outputs is multiplied by the second half.
 
     Args:
-        factors_ptr: Of 4 bits int32 [groups, outputs]: the scale, and above it -(base + zero
-            point), as 16-bit floats; of 8 bits float32 scales [groups, outputs].
+        factors_ptr: Of 4 bits the words of `words_factors`, [groups, outputs]; of 8 bits float32
+            scales.
         words: Words of an output.
         GROUP: Inputs that share factors; 0 for all.
+        FORM: See `words_factors`.
     """
     LINES: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
     PLANES: tl.constexpr = 32 // BITS
@@ -142,15 +182,15 @@ def multiply_few(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if GROUP == 0:
-        zeros, scales = _factors(factors, ASM, BITS, TYPE)
+        own = _factors(factors, ASM, BITS, TYPE, FORM)
     for start in range(0, share, UNIT):
         tile = tl.load(w + start)
         for plane in tl.static_range(PLANES):
             if GROUP > 0 and plane * UNIT % GROUP == 0:
                 group = start * PLANES // GROUP + plane * UNIT // GROUP
-                zeros, scales = _factors(factors + group * all_outputs, ASM, BITS, TYPE)
+                own = _factors(factors + group * all_outputs, ASM, BITS, TYPE, FORM)
             columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
-            weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
+            weights = _plane(tile, own, plane, BITS, TYPE, ASM, FORM)
             acc = tl.dot(weights, tl.trans(columns, (0, 2, 1)), acc)
     if PARTS == 1:
         total = tl.reshape(acc, [LINES, BLOCK_M])
@@ -173,7 +213,7 @@ def multiply_few(
 def multiply_some(
     x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `multiply_few` for more rows: a program sums up one part after the
     other, of BLOCK_M rows.
@@ -197,7 +237,7 @@ def multiply_some(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if GROUP == 0:
-        zeros, scales = _factors(factors_ptr + source, ASM, BITS, TYPE)
+        own = _factors(factors_ptr + source, ASM, BITS, TYPE, FORM)
     for part in range(PARTS):
         acc = tl.zeros([LINES, BLOCK_M], tl.float32)
         for start in range(part * share, (part + 1) * share, UNIT):
@@ -206,9 +246,9 @@ def multiply_some(
                 if GROUP > 0 and plane * UNIT % GROUP == 0:
                     group = start * PLANES // GROUP + plane * UNIT // GROUP
                     factors = factors_ptr + source + group * all_outputs
-                    zeros, scales = _factors(factors, ASM, BITS, TYPE)
+                    own = _factors(factors, ASM, BITS, TYPE, FORM)
                 columns = tl.load(x + start * PLANES + plane * UNIT, mask=in_m, other=0.0)
-                weights = _plane(tile, zeros, scales, plane, BITS, TYPE, ASM)
+                weights = _plane(tile, own, plane, BITS, TYPE, ASM, FORM)
                 acc = tl.dot(weights, tl.trans(columns), acc)
         total += acc
     _store(
@@ -220,7 +260,7 @@ def multiply_some(
 @triton.jit
 def dequantize_words(
     w_ptr, factors_ptr, out_ptr, outputs, inputs,
-    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, FORM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The matrix as 16-bit floats [outputs, inputs]; program (i, j) has unit j of BLOCK_N outputs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -234,6 +274,6 @@ def dequantize_words(
     words = tl.load(w_ptr + rows * (inputs // PLANES) + start // PLANES + k[None, :])
     for plane in tl.static_range(PLANES):
         group = start // GROUP + plane * UNIT // GROUP
-        zeros, scales = _factors(factors_ptr + group * outputs + safe_n, False, BITS, TYPE)
-        tile = _plane(words, zeros, scales, plane, BITS, TYPE, False)
+        own = _factors(factors_ptr + group * outputs + safe_n, False, BITS, TYPE, FORM)
+        tile = _plane(words, own, plane, BITS, TYPE, False, FORM)
         tl.store(out_ptr + rows * inputs + start + plane * UNIT + k[None, :], tile, mask=in_n)

@@ -9,13 +9,14 @@ import torch
 
 from foredraft.layers import cuda_programs
 from foredraft.layers.linear import Linear
+from foredraft.layers.words_factors import Form
 
 MOST_ROWS = 8
 _UNIT = 32  # words of a unit
 _GROUPS = (32, 64, 128)  # inputs that share factors, where not all do
 _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
-_STAGES = (2, 4)  # minimum and maximum number of units of a warp in shared memory
+_STAGES = (2, 3)  # minimum and maximum number of units of a warp in shared memory
 _MOST_RING = 96 * 1024  # bytes of the units of a block, where these are more than the minimum
 # Bytes of shared memory of a block. With the least, two blocks never share a multiprocessor: those
 # that start before the kernel ahead has ended would go to the few that are free.
@@ -63,7 +64,7 @@ def takes(numbers: torch.Tensor, dtype: torch.dtype, group: int, unit: int) -> b
 
 
 def multiply(
-    linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool
+    linear: Linear, x: torch.Tensor, group: int, parts: int, gated: bool, form: Form
 ) -> torch.Tensor | None:
     """Computes x W^T + b, or with `gated` silu(first half of the outputs) * second half.
 
@@ -74,6 +75,7 @@ def multiply(
         x: [rows, inputs], at most `MOST_ROWS`.
         group: Inputs that share factors.
         parts: Number of parts of the inputs.
+        form: Form of the factors.
     """
     rows, inputs = x.shape
     halves = 2 if gated else 1
@@ -83,7 +85,7 @@ def multiply(
     constants = {
         "INPUTS": inputs, "PARTS": parts, "TILES": found.own * halves, "GATED": int(gated),
         "GROUPS": max(1, groups), "CHANNEL": int(groups == 0), "STAGES": found.stages,
-        "HAS_BIAS": int(linear.bias is not None),
+        "HAS_BIAS": int(linear.bias is not None), "FORM": int(form),
     }  # fmt: skip
     if not _PROGRAM.is_ready(constants):
         return None

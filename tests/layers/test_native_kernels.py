@@ -13,6 +13,7 @@ from foredraft.layers import cuda_programs, words_cuda, words_native
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_factors import Form
 from testing.triton_device import needs_gpu
 
 LAYERS = Path(cuda_programs.__file__).parent
@@ -56,16 +57,16 @@ class Emulated:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "parts", "gated", "group", "bias"),
+    ("rows", "outputs", "inputs", "parts", "gated", "group", "bias", "form"),
     [
-        (1, 32, 2048, 4, False, 128, False),
-        (1, 64, 2560, 1, True, 128, True),  # more units than are kept, and half a block
-        (5, 48, 1024, 2, False, 32, False),
-        (8, 64, 1024, 4, True, 64, True),
-        (3, 32, 768, 1, False, 0, True),  # one scale for all inputs
+        (1, 32, 2048, 4, False, 128, False, Form.OFFSETS),
+        (1, 64, 2560, 1, True, 128, True, Form.STEPS),  # more units than are kept, and half a block
+        (5, 48, 1024, 2, False, 32, False, Form.LARGE_OFFSETS),
+        (8, 64, 1024, 4, True, 64, True, Form.STEPS),
+        (3, 32, 768, 1, False, 0, True, Form.OFFSETS),  # one scale for all inputs
     ],
 )
-def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group, bias):
+def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group, bias, form):
     program = Emulated(tmp_path, "words.cu", "multiply_words")
     monkeypatch.setattr(words_native, "_PROGRAM", program)
     monkeypatch.setattr(words_native, "multiprocessors", lambda device: 1)
@@ -74,7 +75,10 @@ def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group
     groups = inputs // group if group else 1
     numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=generator)
     scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * 0.01
-    zeros = torch.randint(3, 12, scales.shape, dtype=torch.uint8, generator=generator)
+    if form == Form.LARGE_OFFSETS:
+        scales *= 32
+    range_of_zeros = (3, 12) if form == Form.STEPS else (8, 9)
+    zeros = torch.randint(*range_of_zeros, scales.shape, dtype=torch.uint8, generator=generator)
     matrix = Matrix(numbers, scales.bfloat16().float(), zeros)
     granularity = "group" if group else "channel"
     scheme = WeightScheme("packed", 4, granularity, group, has_zeros=True)
@@ -84,7 +88,8 @@ def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group
     method = words_cuda.WordsMethod(scheme, inputs, outputs, torch.bfloat16)
     method.set_matrix(linear, matrix)
     x = torch.randn(rows, inputs, generator=generator).bfloat16()
-    got = words_native.multiply(linear, x, group or inputs, parts, gated)
+    assert method._form == form
+    got = words_native.multiply(linear, x, group or inputs, parts, gated, form)
     want = x.double() @ dequantize(matrix, group or inputs, torch.bfloat16).double().T
     if bias:
         want += linear.bias.double()
@@ -138,23 +143,26 @@ def test_blocks_have_the_shared_memory_that_they_need(rows, groups, shape):
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", list(Form))
 @pytest.mark.parametrize("group", [32, 64, 128, 0])
 @pytest.mark.parametrize(
     ("shape", "gated"),
     [((6144, 4096), False), ((4096, 14336), False), ((28672, 4096), True), ((1536, 1024), True)],
 )
-def test_words_have_the_bits_of_triton(monkeypatch, shape, gated, group):
+def test_words_have_the_bits_of_triton(monkeypatch, shape, gated, group, form):
     granularity = "group" if group else "channel"
     scheme = WeightScheme("packed", 4, granularity, group, has_zeros=True)
     device = torch.device("cuda")
     numbers = torch.randint(0, 16, shape, dtype=torch.uint8, device=device)
     scales = torch.rand(shape[0], shape[1] // group if group else 1, device=device)
-    scales = scales.bfloat16().float() * 2**-7
-    zeros = torch.randint(3, 12, scales.shape, dtype=torch.uint8, device=device)
+    scales = scales.bfloat16().float() * (2**-2 if form == Form.LARGE_OFFSETS else 2**-7)
+    range_of_zeros = (3, 12) if form == Form.STEPS else (8, 9)
+    zeros = torch.randint(*range_of_zeros, scales.shape, dtype=torch.uint8, device=device)
     linear = Linear(shape[1], shape[0], True, torch.bfloat16, device)
     linear.bias.copy_(torch.randn(shape[0], device=device))
     method = linear.method = words_cuda.WordsMethod(scheme, *shape[::-1], torch.bfloat16)
     method.set_matrix(linear, Matrix(numbers, scales, zeros))
+    assert method._form == form
     multiply = linear.gated if gated else linear
     launched = []
     own = words_native.multiply

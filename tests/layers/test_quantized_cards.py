@@ -14,6 +14,7 @@ from foredraft.layers.fp8_cuda import Fp8Method, quantize_rows
 from foredraft.layers.linear import Linear
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.layers.words_cuda import MOST_ROWS, WordsMethod
+from foredraft.layers.words_factors import Form
 from testing.triton_compiled import SHARED, Recorder
 from testing.triton_device import INTERPRETED
 
@@ -71,6 +72,8 @@ def test_words_compile_and_fit(monkeypatch, capability, bits, group, dtype, outp
     granularity = "group" if group else "channel"
     scheme = WeightScheme(layout, bits, granularity, group, has_zeros=bits == 4)
     method = WordsMethod(scheme, INPUTS, outputs, dtype)
+    if bits == 4 and dtype == BF16:
+        method._form = Form.OFFSETS if group == 128 else Form.LARGE_OFFSETS
     words = torch.zeros(outputs, INPUTS * bits // 32, dtype=torch.int32)
     scales = torch.zeros(INPUTS // (group or INPUTS), outputs)
     if bits == 4:

@@ -139,13 +139,10 @@ bfloat rounded(float x) {
   memcpy(&word, &x, 4);
   return (word + 0x7fff + (word >> 16 & 1)) >> 16;
 }
-u32 weights_of(u32 numbers, u32 zeros, u32 scales) {
+u32 multiply_add_pair(u32 a, u32 b, u32 c) {
   u32 out = 0;
-  for (int i = 0; i < 32; i += 16) {
-    const float number = 128.0f + (numbers >> i & 15);
-    const float centred = to_float(rounded(number + to_float(zeros >> i)));
-    out |= (u32)rounded(centred * to_float(scales >> i)) << i;
-  }
+  for (int i = 0; i < 32; i += 16)
+    out |= (u32)rounded((double)to_float(a >> i) * to_float(b >> i) + to_float(c >> i)) << i;
   return out;
 }
 // Element (i, k) of a is in lane i % 8 * 4 + k % 8 / 2, element (k, j) of b in j * 4 + k % 8 / 2.
