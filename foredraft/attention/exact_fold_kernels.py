@@ -103,7 +103,7 @@ def fold(
     BLOCK_H: tl.constexpr, HEADS: tl.constexpr, WINDOWED: tl.constexpr,
     BRANCHED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, BEHIND: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merges the segments that `attend` has left, for some query heads of one KV head in one row.
 
@@ -118,7 +118,10 @@ def fold(
         AT_ONCE: See `merge_parts`.
         BEHIND: As in `attend`.
         HEADS: Number of heads of a program, padded to BLOCK_H.
+        EARLY: Whether the next kernel may start before this one has waited.
     """
+    if DEPENDENT and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence, row = tl.program_id(0) // max_rows, tl.program_id(0) % max_rows
     num_rows = tl.load(nums_rows + sequence)
     first_row = tl.load(first_rows + sequence)

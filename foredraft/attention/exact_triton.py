@@ -39,6 +39,9 @@ _AT_ONCE = 4  # number of segments that are loaded for a row of a tree before on
 _MOST_AT_ONCE = 64  # number of those times rows of a block, where each row has all heads of a group
 _GRAIN = 16  # number of keys that the matrix units add at a time
 _OWN = 64  # columns for keys of the paths of a tree
+# Rows up to which what reads the result may start before `attend` has ended: products of 4 bits fetch
+# weights meanwhile.
+_EARLY_ROWS = 4
 _TREE_LINES = 32  # size of a block where one program computes a tree's paths too
 
 
@@ -180,7 +183,7 @@ class ExactAttention(AttentionBackend):
         )
         exact_fold_kernels.fold[(len(plan.num_rows) * plan.max_rows, num_heads // heads)](
             *arrays, tails, *lengths, shared_keys, *scales, layout.limit, plan.max_rows, **options,
-            HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
+            EARLY=num_tokens <= _EARLY_ROWS and not VARIANTS.are_few, HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
             AHEAD=is_ahead, AT_ONCE=_AT_ONCE if is_branched else 1, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
         )  # fmt: skip
