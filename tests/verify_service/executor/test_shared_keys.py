@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from foredraft.trees.draft_tree import DraftTree
+from foredraft.types import SamplingParams
 from verify_service.executor.captured import shared_keys
+from verify_service.executor.captured.fill import RecordFiller
 from verify_service.executor.captured.shared_keys import (
     COLUMNS,
     BlockSizes,
@@ -14,7 +17,8 @@ from verify_service.executor.captured.shared_keys import (
     columns_of,
     find_groups,
 )
-from verify_service.executor.records import STEP
+from verify_service.executor.choice.sampler import VerifyRows
+from verify_service.executor.records import STEP, record
 
 PAGE = 16
 
@@ -30,7 +34,7 @@ def saved(groups: list[Group]) -> int:
 
 def test_sequences_that_begin_alike_are_a_group() -> None:
     tables = [table("abcdefgh", 0), table("xy", 1), table("abcdefghij", 2), table("abcdefgh", 3)]
-    assert find_groups(tables, PAGE) == [Group([2, 0, 3], 128)]
+    assert find_groups(tables, PAGE) == [Group([0, 2, 3], 128)]
 
 
 def test_shared_keys_are_whole_tiles() -> None:
@@ -75,6 +79,18 @@ def test_hardly_another_way_to_group_saves_more() -> None:
     assert as_good >= 54
 
 
+def test_prefixes_of_prefixes_may_be_nested_deeply() -> None:
+    count = 1500
+    tables = [[*range(4 * i + 4), 10_000 + i] for i in range(count)]
+    found = find_groups(tables, PAGE)
+    members = [member for group in found for member in group.members]
+    assert len(members) == len(set(members))
+    for group in found:
+        assert group.num_keys <= 64 * (1 + min(group.members))
+    # All from some sequence on could be one group.
+    assert saved(found) >= max((count - 1 - i) * 64 * (i + 1) for i in range(count))
+
+
 def common(tables: list[list[int]], part: list[int]) -> int:
     """Returns how many keys in whole tiles sequences have in common."""
     columns = zip(*(tables[i] for i in part), strict=False)
@@ -94,6 +110,66 @@ def test_groups_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BlockSizes(2, 1, 8).cut(groups) == [Group([2, 3], 128)]
     assert BlockSizes(2, 1, 7).cut(groups) == []  # 896 bytes are not worth a kernel
     assert BlockSizes(0, 0, 1 << 30).cut(groups) == []
+
+
+class Sequence:
+    """What `RecordFiller` reads of a running sequence.
+
+    Args:
+        pages: Its page table.
+    """
+
+    def __init__(self, pages: list[int]) -> None:
+        self.pages, self.slot, self.device_pages_from = pages, pages[-1], len(pages)
+        self.sampling, self.is_masked = SamplingParams(), False
+        self.num_computed, self.tokens = PAGE * len(pages), [7]
+
+
+class Buffers:
+    """Buffers whose steps can share keys between pairs of sequences, if at all."""
+
+    page_size = PAGE
+
+    def __init__(self, *, can_share: bool) -> None:
+        self.filled = np.zeros(4, record(2))
+        self._can_share = can_share
+
+    def records(self, num_sequences: int) -> np.ndarray:
+        self.filled.view(np.uint8)[:] = 0
+        return self.filled[:num_sequences]
+
+    def block_sizes(self, num_sequences: int, num_rows: int) -> BlockSizes:
+        return BlockSizes(2, self._can_share * (num_sequences // 2), 1 << 30)
+
+    def upload(self, num_sequences: int) -> None:
+        pass
+
+
+def fill(filler: RecordFiller, sequences: list[Sequence]) -> None:
+    filler.fill_known([VerifyRows(one, DraftTree((), ())) for one in sequences], 1)  # type: ignore[arg-type]
+
+
+def test_records_follow_the_running_sequences() -> None:
+    buffers = Buffers(can_share=True)
+    filler = RecordFiller(buffers, None)  # type: ignore[arg-type]
+    alike = [Sequence(table("abcdefgh", own)) for own in range(2)]
+    other = Sequence(table("stuvwxyz", 2))
+    for sequences, keys in [
+        ([*alike, other], [128, 128, 0]),
+        ([*alike, other], [128, 128, 0]),  # kept from the step before
+        ([other, *alike], [0, 128, 128]),
+        ([alike[0], other], [0, 0]),
+    ]:
+        fill(filler, sequences)
+        assert filler.shares_keys == any(keys)
+        assert buffers.filled["shared_keys"][: len(keys)].tolist() == keys
+
+
+def test_nobody_looks_for_shared_keys_where_no_step_can_share(monkeypatch) -> None:
+    monkeypatch.setattr("verify_service.executor.captured.fill.find_groups", None)
+    filler = RecordFiller(Buffers(can_share=False), None)  # type: ignore[arg-type]
+    fill(filler, [Sequence(table("abcdefgh", own)) for own in range(2)])
+    assert not filler.shares_keys
 
 
 def test_the_device_reads_what_the_host_wrote() -> None:

@@ -28,7 +28,6 @@ class Members:
         sampling: Sampling columns of their records.
         is_two_phase: Whether some sequence needs a two-phase step.
         is_filtered: Whether some sequence uses top-k, top-p or min-p.
-        groups: Sequences that begin with the same pages.
     """
 
     sequences: list[RequestSequence]
@@ -36,10 +35,9 @@ class Members:
     sampling: npt.NDArray[np.void]
     is_two_phase: bool
     is_filtered: bool
-    groups: list[Group]
 
     @classmethod
-    def of(cls, sequences: list[RequestSequence], slots: list[int], page_size: int) -> "Members":
+    def of(cls, sequences: list[RequestSequence], slots: list[int]) -> "Members":
         samplings = [sequence.sampling for sequence in sequences]
         return cls(
             sequences,
@@ -47,11 +45,10 @@ class Members:
             SAMPLING.pack(samplings),
             any(map(needs_two_phases, sequences)),
             any(sampling.is_filtered for sampling in samplings),
-            find_groups([sequence.pages for sequence in sequences], page_size),
         )
 
 
-NOBODY = Members([], [], SAMPLING.pack([]), is_two_phase=False, is_filtered=False, groups=[])
+NOBODY = Members([], [], SAMPLING.pack([]), is_two_phase=False, is_filtered=False)
 
 
 class RecordFiller:
@@ -70,7 +67,10 @@ class RecordFiller:
         self._buffers, self._simulated = buffers, simulated
         self.members = NOBODY
         self.shares_keys = False
-        self._blocks: dict[int, list[Group]] = {}  # of the members, by number of rows
+        # Of the members: those that begin with the same pages, once somebody has asked, and what
+        # the records hold of them, by number of rows.
+        self._groups: list[Group] | None = None
+        self._columns: dict[int, npt.NDArray[np.int32] | None] = {}
 
     def fill_ahead(self, sequences: list[RequestSequence], num_rows: int, ahead: Ahead) -> None:
         """Fills in a step that starts from the sequences' state on the device.
@@ -94,26 +94,36 @@ class RecordFiller:
         self._fill_pages(records, sequences)
         slots = [sequence.slot or 0 for sequence in sequences]
         if self.members.sequences != sequences or self.members.slots != slots:
-            self.members = Members.of(sequences, slots, self._buffers.page_size)
-            self._blocks = {}
+            self.members = Members.of(sequences, slots)
+            self._groups, self._columns = None, {}
         records["slot"] = slots
         records["sampling"] = self.members.sampling
         self.shares_keys = False
         if self.members.is_two_phase:
             fill_adjustments(records, sequences, num_rows)
-        elif self.members.groups:
+        else:
             self._fill_shared_keys(records, num_rows)
         return records
 
     def _fill_shared_keys(self, records: npt.NDArray[np.void], num_rows: int) -> None:
-        if num_rows not in self._blocks:
-            sizes = self._buffers.block_sizes(len(records), num_rows)
-            self._blocks[num_rows] = sizes.cut(self.members.groups)
-        blocks = self._blocks[num_rows]
-        self.shares_keys = bool(blocks)
-        if blocks:
-            for name, column in zip(COLUMNS, columns_of(blocks, len(records)), strict=True):
+        if num_rows not in self._columns:
+            self._columns[num_rows] = self._shared_keys(len(records), num_rows)
+        columns = self._columns[num_rows]
+        self.shares_keys = columns is not None
+        if columns is not None:
+            for name, column in zip(COLUMNS, columns, strict=True):
                 records[name] = column
+
+    def _shared_keys(self, num_sequences: int, num_rows: int) -> npt.NDArray[np.int32] | None:
+        """Returns the members' columns for steps of so many rows; None if no keys are shared."""
+        sizes = self._buffers.block_sizes(num_sequences, num_rows)
+        if not sizes.count:
+            return None
+        if self._groups is None:
+            pages = [sequence.pages for sequence in self.members.sequences]
+            self._groups = find_groups(pages, self._buffers.page_size)
+        blocks = sizes.cut(self._groups)
+        return columns_of(blocks, num_sequences) if blocks else None
 
     def fill_known(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
         """Fills in and uploads a step that starts from committed tokens; see `fill_ahead`."""

@@ -5,7 +5,7 @@ The host finds them by the page tables whenever other sequences run, and puts th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -101,30 +101,63 @@ def find_groups(page_tables: Sequence[list[int]], page_size: int) -> list[Group]
     return groups
 
 
+@dataclass(slots=True)
+class _Branch:
+    """Sequences that stand beside each other in the order of their page tables.
+
+    Attributes:
+        num_keys: Number of keys that all of them share.
+        groups: Groups of them that may still be broken up for a larger one.
+        others: Sequences that are in no group.
+    """
+
+    num_keys: int
+    groups: list[Group] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+
+    def add(self, part: "_Branch") -> None:
+        self.groups += part.groups
+        self.others += part.others
+
+    def group(self) -> list[Group]:
+        """Puts into one group all that is in none, and what saves more there than in its own.
+
+        Returns the groups that would save less in any that shares fewer keys; they are no longer
+        in `groups`.
+        """
+        least = self.num_keys
+        final = [group for group in self.groups if group.saved > len(group.members) * least]
+        self.groups = [group for group in self.groups if group.saved <= len(group.members) * least]
+        gain = sum(len(group.members) * least - group.saved for group in self.groups)
+        if gain > (0 if self.others else least):  # a group's first member saves nothing
+            self.others += [member for group in self.groups for member in group.members]
+            self.groups = []
+        if len(self.others) > 1:
+            self.groups.append(Group(sorted(self.others), least))
+            self.others = []
+        return final
+
+
 def _groups_of(members: list[int], common: list[int]) -> list[Group]:
-    """Returns the groups within some sequences: those that share more than all do (all of them, or
-    those that save more than they would among the others), and the group of all others.
+    """Returns groups of some sequences. Within all that share some keys those who share more are a
+    group of their own if that saves more.
 
     Args:
         members: Sequences in the order of their page tables.
         common: Number of keys that each of them shares with the next one.
     """
-    if not common:
-        return []
-    least, within, first = min(common), [], 0
-    for cut in [i for i, count in enumerate(common) if count == least] + [len(common)]:
-        within += _groups_of(members[first : cut + 1], common[first:cut])
-        first = cut + 1
-    fewer = [group for group in within if group.saved > len(group.members) * least]
-    both = (_with_others(groups, members, least) for groups in (within, fewer))
-    return max(both, key=lambda groups: sum(group.saved for group in groups))
-
-
-def _with_others(groups: list[Group], members: list[int], num_keys: int) -> list[Group]:
-    """Adds the group of the members that are in none."""
-    apart = {member for group in groups for member in group.members}
-    others = [member for member in members if member not in apart]
-    return [*groups, Group(others, num_keys)] if num_keys and len(others) > 1 else groups
+    found: list[Group] = []
+    branches = [_Branch(0)]  # each within the one before, and all open behind the last member
+    for member, num_keys in zip(members, [*common, 0], strict=True):
+        part = _Branch(num_keys, others=[member])
+        while branches[-1].num_keys > num_keys:
+            branches[-1].add(part)
+            part = branches.pop()
+            found += part.group()
+        if branches[-1].num_keys < num_keys:
+            branches.append(_Branch(num_keys))
+        branches[-1].add(part)
+    return found + branches[0].groups
 
 
 def _num_common(pages: list[int], others: list[int]) -> int:
