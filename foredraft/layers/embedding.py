@@ -8,6 +8,8 @@ from torch import nn
 
 from foredraft.layers import fused
 from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.norm import RMSNorm
+from foredraft.layers.normed import Normed
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group
 
@@ -76,7 +78,8 @@ class Embedding(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether embeddings are unscaled rows of a whole table."""
-        return self._scale is None and not self.takes_any_id and self.table is None
+        is_whole = self.table is None and self.share.group.size == 1
+        return is_whole and self._scale is None and not self.takes_any_id
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Looks up embeddings, int64 [n] -> [n, hidden]."""
@@ -93,6 +96,17 @@ class Embedding(nn.Module):
         # On a GPU the latter takes several times as long for a few tokens.
         rows = self.weight[tokens] if self.weight.is_cuda else F.embedding(tokens, self.weight)
         return rows if self._scale is None else rows.mul_(self._scale)
+
+    def normed(
+        self, tokens: torch.Tensor, norm: RMSNorm, reader: Linear
+    ) -> tuple[torch.Tensor, Normed]:
+        """Looks up embeddings, and returns them and their norm; `reader` reads the norm first."""
+        if not self.is_plain:
+            rows = self(tokens)
+            return rows, Normed(norm(rows))
+        size = len(tokens), self.weight.shape[1]
+        rows, out = self.weight.new_empty(size), self.weight.new_empty(size)
+        return rows, Normed(out, norm.of_rows(self.weight, tokens, out, rows, reader))
 
     def _gathered(self, tokens: torch.Tensor) -> torch.Tensor:
         """Returns rows from the rank that has each; the other ranks add zeros."""

@@ -49,7 +49,8 @@ def norm_of_rows(
     full_precision: bool,
     out: torch.Tensor,
     copy: torch.Tensor | None = None,
-) -> None:
+    reader: LinearMethod | None = None,
+) -> RoundedRows | None:
     """Normalises some rows of a table.
 
     Args:
@@ -57,8 +58,9 @@ def norm_of_rows(
         rows: int64 [m], which ones.
         out: [m, size], written; may be a part of wider rows.
         copy: [m, size], where the rows themselves go; may be a part of wider rows.
+        reader: See `add_norm`.
     """
-    _norm(table, None, None, 0.0, weight, eps, full_precision, out, copy, rows)
+    return _norm(table, None, None, 0.0, weight, eps, full_precision, out, copy, rows, reader)
 
 
 def add_norm(

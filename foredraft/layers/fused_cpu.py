@@ -48,6 +48,7 @@ def norm_of_rows(
     full_precision: bool,
     out: torch.Tensor,
     copy: torch.Tensor | None = None,
+    reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> None:
     """Normalises some rows of a table, see `fused.norm_of_rows`."""

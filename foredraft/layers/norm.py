@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers.linear import Linear
-from foredraft.layers.normed import Normed
+from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
@@ -54,21 +54,29 @@ class RMSNorm(nn.Module):
         rows: torch.Tensor,
         out: torch.Tensor,
         copy: torch.Tensor | None = None,
-    ) -> None:
+        reader: Linear | None = None,
+    ) -> RoundedRows | None:
         """Writes the norm of the rows int64 [m] of a table [n, size] to `out` [m, size], and
         the rows themselves to `copy`.
 
         Both may be parts of wider rows.
+
+        Args:
+            reader: See `add`.
+
+        Returns:
+            `out` as 8-bit floats, where the reader wants them.
         """
         weight = self.weight
         if (kernels := kernels_for(table, weight, out, copy)) is not None:
+            method = None if reader is None else reader.method
             eps, full = self.eps, self.full_precision
-            kernels.norm_of_rows(table, rows, weight, eps, full, out, copy)
-            return
+            return kernels.norm_of_rows(table, rows, weight, eps, full, out, copy, method)
         picked = table.index_select(0, rows)
         if copy is not None:
             copy.copy_(picked)
         out.copy_(self._norm(picked))
+        return None
 
     def add(
         self,

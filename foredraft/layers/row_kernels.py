@@ -6,7 +6,7 @@ import torch
 
 from foredraft.layers import fused, fused_cpu
 from foredraft.layers.linear import LinearMethod
-from foredraft.layers.normed import Normed
+from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.parallel.group import SINGLE, Group
 
 
@@ -30,7 +30,8 @@ class RowKernels(Protocol):
         full_precision: bool,
         out: torch.Tensor,
         copy: torch.Tensor | None = None,
-    ) -> None: ...
+        reader: LinearMethod | None = None,
+    ) -> RoundedRows | None: ...
     def add_norm(
         self,
         stream: torch.Tensor,

@@ -268,10 +268,14 @@ class DecoderModel(nn.Module):
         plan: object = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Computes the fields of `ModelOutput` beside the logits; otherwise like `forward`."""
+        first = self.decoder_layers[0]
         if batch.embeddings is None:
-            stream = self.embedding(batch.tokens)
+            stream, x = self.embedding.normed(
+                batch.tokens, first.attention_norm, first.attention.qkv
+            )
         else:
             stream = batch.embeddings.clone()  # layers add to it in place
+            x = Normed(first.attention_norm(stream))
         angles = {
             rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
@@ -288,7 +292,6 @@ class DecoderModel(nn.Module):
             (layer.attention_norm, layer.attention.qkv) for layer in self.decoder_layers[1:]
         ]
         after.append((self.norm, None))
-        x = Normed(self.decoder_layers[0].attention_norm(stream))
         for index in self._layers_to_run(copies):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy = copies.get(index + 1)

@@ -118,6 +118,13 @@ def test_rounding_with_the_norm_is_rounding_after_it(monkeypatch, dtype, size, r
     assert torch.equal(rounded.numbers.view(torch.uint8), want.numbers.view(torch.uint8))
     assert torch.equal(rounded.scales, want.scales)
     assert fused.add_norm(stream, delta, weight, 1e-5, False).rounded is None
+    rows = torch.tensor([3, 0, 69], device=DEVICE)
+    got = torch.empty_like(got[:3])
+    again = fused.norm_of_rows(stream, rows, weight, 1e-5, False, got, reader=reader)
+    assert again is not None
+    want = quantize_rows(got, rounds)
+    assert torch.equal(again.numbers.view(torch.uint8), want.numbers.view(torch.uint8))
+    assert torch.equal(again.scales, want.scales)
 
 
 def rope(kind, factor=1.0):
