@@ -1,4 +1,4 @@
-"""Triton kernels around `exact_kernels.attend`: `find_tails` finds the keys of each path of a tree,
+"""Triton kernels around `exact_kernels.attend`: `find_paths` finds the keys of each path of a tree,
 and `fold` merges the segments that several programs have computed.
 """
 
@@ -45,21 +45,27 @@ def _row_of(
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_lens", "positions", "blocks", "table_stride", "row_blocks", "tail_masks",
-        "mask_stride", "mask_width", "tail_positions", "tail_stride", "page_size",
+        "mask_stride", "mask_width", "tail_positions", "tail_stride", "page_size", "row_leaves", "leaf_ends", "leaf_slots",
     ]
 )  # fmt: skip
-def find_tails(
-    slots_ptr, tables, first_rows, nums_rows, prefix_lens, positions, blocks, tail_masks, tail_positions,
+def find_paths(
+    slots_ptr, row_leaves, leaf_ends, leaf_slots, tables, first_rows, nums_rows, prefix_lens, positions, blocks, tail_masks, tail_positions,
     row_blocks, table_stride, mask_stride, mask_width, tail_stride, page_size,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
-    NODES: tl.constexpr,
+    NODES: tl.constexpr, LEAF_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Finds the keys that one row of a tree sees from the last whole tile before the tree on.
 
-    They are the keys of the row's own path, each stored at the index of its position.
+    They are the keys of the row's own path, each stored at the index of its position. Of every
+    LEAF_ROWS rows some are leaves: none of the others is below them. The path of a leaf holds the
+    paths of the rows above it.
 
     Args:
         slots_ptr: int32 [rows, TILES * TILE], KV slots, written up to the row's own position.
+        row_leaves: int32 [rows]: the place of a leaf below the row, or of the row itself.
+        leaf_ends: int32 [rows]: position of the leaf at each place. Those of LEAF_ROWS rows take
+            the first of their places; the other places have -1.
+        leaf_slots: int32 [rows, TILES * TILE], slots of the leaf at each place.
         NODES: Number of tree rows that are read at a time.
     """
     sequence, row = _row_of(blocks, row_blocks, BLOCK_M, GROUP, LISTED)
@@ -68,25 +74,55 @@ def find_tails(
     prefix_len = tl.load(prefix_lens + sequence)
     if row >= num_rows:
         return
-    token = (first_row + row).to(tl.int64)
-    newest = tl.load(positions + token).to(tl.int32)
-    first = prefix_len // TILE * TILE
+    first = first_row.to(tl.int64)
     table = tables + sequence.to(tl.int64) * table_stride
+    tail_positions += sequence.to(tl.int64) * tail_stride
+    newest = tl.load(positions + first + row).to(tl.int32)
+    _store_path(
+        slots_ptr + (first + row) * (TILES * TILE), table, newest, prefix_len,
+        tail_masks + (first + row) * mask_stride, mask_width, tail_positions, page_size, TILE, TILES, NODES,
+    )  # fmt: skip
+
+    first_leaf = row // LEAF_ROWS * LEAF_ROWS
+    among = first_leaf + tl.arange(0, LEAF_ROWS)
+    lower, upper = among[:, None], among[None, :]
+    masks_at = tail_masks + (first + lower) * mask_stride + upper
+    is_below = tl.load(masks_at, mask=(lower < num_rows) & (upper < num_rows), other=0) != 0
+    lowest = tl.max(tl.where(is_below, lower, -1), 0)
+    is_leaf = lowest == among
+    places = first_leaf + tl.cumsum(is_leaf.to(tl.int32), 0) - 1
+    own_lowest = tl.max(tl.where(among == row, lowest, -1), 0)
+    tl.store(row_leaves + first + row, tl.max(tl.where(among == own_lowest, places, -1), 0))
+    leaf = tl.max(tl.where(is_leaf & (places == row), among, -1), 0)
+    end = tl.load(positions + first + leaf, mask=leaf >= 0, other=-1).to(tl.int32)
+    tl.store(leaf_ends + first + row, end)
+    _store_path(
+        leaf_slots + (first + row) * (TILES * TILE), table, end, prefix_len,
+        tail_masks + (first + leaf) * mask_stride, mask_width, tail_positions, page_size, TILE, TILES, NODES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_path(
+    slots_at, table, newest, prefix_len, tail_mask, mask_width, tail_positions, page_size,
+    TILE: tl.constexpr, TILES: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Stores the slots of the keys of a row's path up to its position `newest`; none if it is -1."""
+    first = prefix_len // TILE * TILE
     for tile in tl.static_range(TILES):
         places = first + tile * TILE + tl.arange(0, TILE)
         nodes = tl.zeros([TILE], tl.int32)
         for start in range(0, mask_width, NODES):
             node = start + tl.arange(0, NODES)
-            inside = node < mask_width
-            on_path = tl.load(tail_masks + token * mask_stride + node, mask=inside, other=0) != 0
-            positions_at = tail_positions + sequence.to(tl.int64) * tail_stride + node
-            stands = tl.load(positions_at, mask=inside & on_path, other=-1)
+            inside = (node < mask_width) & (newest >= 0)
+            on_path = tl.load(tail_mask + node, mask=inside, other=0) != 0
+            stands = tl.load(tail_positions + node, mask=inside & on_path, other=-1)
             is_there = (stands[None, :] == places[:, None]) & on_path[None, :]
             nodes += tl.sum(tl.where(is_there, node[None, :], 0), 1)
         keys = tl.where(places < prefix_len, places, prefix_len + nodes)
         pages = tl.load(table + keys // page_size, mask=places <= newest, other=0)
-        slots_at = slots_ptr + token * (TILES * TILE) + tile * TILE + tl.arange(0, TILE)
-        tl.store(slots_at, pages * page_size + keys % page_size, mask=places <= newest)
+        slots = pages * page_size + keys % page_size
+        tl.store(slots_at + tile * TILE + tl.arange(0, TILE), slots, mask=places <= newest)
 
 
 @triton.jit(
@@ -112,7 +148,7 @@ def fold(
     need to have a tile in common.
 
     Args:
-        tails: Slots that `find_tails` has written.
+        tails: Slots that `find_paths` has written.
         AHEAD: Whether the row's own first keys are read before `attend` has ended, which takes
             registers.
         AT_ONCE: See `merge_parts`.

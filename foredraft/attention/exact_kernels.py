@@ -81,8 +81,8 @@ def has_branches(positions, first_row, num_rows, prefix_len):
 
 @triton.jit
 def add_paths(
-    q, k_ptr, v_ptr, tails, positions, first_row, prefix_len, table, start, end, row, begin_row, end_row, oldest,
-    best, total, acc, scale,
+    q, k_ptr, v_ptr, leaf_ends, leaf_slots, first_row, prefix_len, table, start, end, row_leaf, begin_leaf, end_leaf,
+    newest, oldest, best, total, acc, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,13 +90,15 @@ def add_paths(
 
     The matrix units add GRAIN keys at a time, one group after the other, and a group of zeros
     changes nothing. So rows share the groups before the tree. Behind them stand OWN columns: for
-    each of some rows the groups of this tile that hold keys of its path. Each key is in the same
-    place of the same group as in plain decoding, and all groups of a row are in order.
+    each of some leaves the groups of this tile that hold keys of its path, which the rows on this
+    path share. Each key is in the same place of the same group as in plain decoding, and all groups
+    of a row are in order.
 
     Args:
         table: Page table of the sequence.
-        end: Position of the last row of the tree.
-        row: Rows of the block; `begin_row` to `end_row` are all of them.
+        end: Position of the last row of the block.
+        row_leaf: Place of each row's leaf; `begin_leaf` to `end_leaf` are all of them.
+        newest: Position of each row.
     """
     stop = tl.minimum(start + TILE, end + 1)
     own_start = tl.maximum(start, prefix_len // GRAIN * GRAIN)
@@ -113,25 +115,26 @@ def add_paths(
     first_tail = prefix_len // TILE * TILE
     ones = tl.full([TILE, 16], 1.0, q.dtype)
     own_ones = tl.full([OWN, 16], 1.0, q.dtype)
-    for first in tl.range(begin_row, end_row, step, num_stages=1):
-        of_row = first + column // width
+    for first in tl.range(begin_leaf, end_leaf, step, num_stages=1):
+        leaf = first + column // width
         place = own_start + column % width
-        token = (first_row + of_row).to(tl.int64)
-        newest = tl.load(positions + token, mask=of_row < end_row, other=-1).to(tl.int32)
-        is_there = (place <= newest) & (place < stop)
+        at = (first_row + leaf).to(tl.int64)
+        last = tl.load(leaf_ends + at, mask=leaf < end_leaf, other=-1)
+        is_there = (place <= last) & (place < stop)
         slots = tl.load(
-            tails + token * (TILES * TILE) + place - first_tail, mask=is_there, other=0
+            leaf_slots + at * (TILES * TILE) + place - first_tail, mask=is_there, other=0
         ).to(tl.int64)
         k = load_rows(k_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
         if HAS_ROOM:  # else each is loaded when it is needed
             own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
             v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
             own_v = load_rows(v_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
-        is_now = (row >= first) & (row < first + step)
+        is_now = (row_leaf >= first) & (row_leaf < first + step)
         seen = is_now[:, None] & is_shared[None, :] & (keys[None, :] >= oldest[:, None])
         own_seen = (
-            (of_row[None, :] == row[:, None])
+            (leaf[None, :] == row_leaf[:, None])
             & is_there[None, :]
+            & (place[None, :] <= newest[:, None])
             & (place[None, :] >= oldest[:, None])
         )
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -164,19 +167,19 @@ def add_paths(
 @triton.jit(
     do_not_specialize=[
         "first_rows", "nums_rows", "prefix_lens", "table_stride", "row_blocks", "num_splits", "num_slots", "blocks",
-        "part_best", "part_total", "window", "limit", "tails", "shared_keys", "row_index",
+        "part_best", "part_total", "window", "limit", "row_leaves", "leaf_ends", "leaf_slots", "shared_keys", "row_index",
     ]
 )  # fmt: skip
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, part_acc, part_best, part_total,
-    tables, tails, first_rows, nums_rows, prefix_lens, positions, shared_keys,
+    tables, row_leaves, leaf_ends, leaf_slots, first_rows, nums_rows, prefix_lens, positions, shared_keys,
     scale, v_scale, window, kv_head_stride, q_row_stride, q_head_stride, num_slots, limit,
     blocks, row_blocks, row_index, table_stride, num_splits,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, TOGETHER: tl.constexpr, WINDOWED: tl.constexpr,
     BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
-    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, AT_ONCE: tl.constexpr,
-    NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, SHARED: tl.constexpr, BEHIND: tl.constexpr,
+    TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, LEAF_ROWS: tl.constexpr, HAS_ROOM: tl.constexpr,
+    AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, SHARED: tl.constexpr, BEHIND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes all segments, or every `num_splits`th, of one block of a sequence's rows under one
@@ -187,7 +190,8 @@ def attend(
     `fold` all else.
 
     Args:
-        tails: Slots that `find_tails` has written.
+        row_leaves, leaf_ends, leaf_slots: What `find_paths` has written.
+        LEAF_ROWS: Number of rows among which rows share a leaf.
         SPLIT: Whether the segments of a sequence of more than `limit` keys are distributed to
             several programs; `fold` merges them.
         TOGETHER: Whether there may be sequences of fewer keys.
@@ -346,8 +350,10 @@ def attend(
                 best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
         if BRANCHED and branched:
             newest = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
+            row_leaf = tl.load(row_leaves + token, mask=is_row, other=-1)
             last = tl.max(newest, 0)
-            first = block * BLOCK_M // GROUP
+            first_leaf = block * BLOCK_M // GROUP // LEAF_ROWS * LEAF_ROWS
+            end_leaf = tl.max(row_leaf, 0) + 1
             for start in range(end, last + 1, TILE):
                 if is_start(start, NEAR, SMALL, LARGE):
                     all_best, all_total, all_acc = merge(
@@ -355,8 +361,8 @@ def attend(
                     )
                     best, total, acc = empty(BLOCK_M, BLOCK_D)
                 best, total, acc = add_paths(
-                    q, k_ptr, v_ptr, tails, positions, first_row, prefix_len, table, start, last, row, first,
-                    last_row + 1, oldest, best, total, acc, scale,
+                    q, k_ptr, v_ptr, leaf_ends, leaf_slots, first_row, prefix_len, table, start, last, row_leaf,
+                    first_leaf, end_leaf, newest, oldest, best, total, acc, scale,
                     HEAD_DIM, BLOCK_D, PAGE_SIZE, TILE, TILES, OWN, GRAIN, HAS_ROOM, PRECISION,
                 )  # fmt: skip
         all_best, all_total, all_acc = merge(all_best, all_total, all_acc, best, total, acc)

@@ -15,6 +15,7 @@ from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
 from foredraft.attention.device_limits import compute_units, has_room
 from foredraft.attention.triton_plan import (
     SharedKeys,
+    TreePaths,
     TritonPlan,
     plan_of_spans,
     rows_outside_graphs,
@@ -110,7 +111,7 @@ class ExactAttention(AttentionBackend):
         else:
             plan = cast(TritonPlan, batch.plan)
         if plan.tail_mask is not None:
-            plan.tails = _find_tails(plan, group_size, batch.num_rows)
+            plan.paths = _find_paths(plan, group_size, batch.num_rows)
         return plan
 
     def attend(
@@ -144,31 +145,33 @@ class ExactAttention(AttentionBackend):
             queries.stride(1), layout.num_slots,
         )  # fmt: skip
         is_split, is_branched = layout.num_splits > 1, plan.tail_mask is not None
-        # Not read without branches.
-        tails = plan.first_row[:, None] if plan.tails is None else plan.tails
+        of_rows = plan.first_row  # not read without branches
+        paths = plan.paths or TreePaths(of_rows[:, None], of_rows, of_rows, of_rows[:, None])
+        of_leaves = paths.row_leaves, paths.leaf_ends, paths.leaf_slots
         room = has_room(keys.device)
         options: dict[str, Any] = {
             "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim)),
             "WINDOWED": window is not None, "BRANCHED": is_branched, "EIGHT_BIT": kv.is_8_bit,
             "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
-            "TILE": TILE, "TILES": tails.shape[1] // TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
+            "TILE": TILE, "TILES": paths.slots.shape[1] // TILE, "NEAR": NEAR, "SMALL": SMALL, "LARGE": LARGE,
             "BEHIND": shared is not None,
         } | overlapped(keys.device)  # fmt: skip
         for_tiles = {
             "PAGE_SIZE": kv.page_size, "OWN": _OWN, "GRAIN": TILE if kv.is_8_bit else _GRAIN, "HAS_ROOM": room,
+            "LEAF_ROWS": _leaf_rows(group),
         }  # fmt: skip
         if shared is not None:
             block_m = _block_rows(num_tokens * group, queries.dtype, kv)
             others = options | for_tiles | {"BRANCHED": False, "BEHIND": False}
             exact_kernels.attend[(len(shared.num_rows), kv_heads, layout.shared_splits)](
-                *arrays, shared.page_tables, tails, shared.first_row, shared.num_rows, shared.num_keys, plan.positions,
+                *arrays, shared.page_tables, *of_leaves, shared.first_row, shared.num_rows, shared.num_keys, plan.positions,
                 shared.keys, *scales, 0, shared.first_row, 1, shared.row_index, shared.page_tables.stride(0),
                 layout.shared_splits, **others, BLOCK_M=block_m, SPLIT=True, TOGETHER=False, LISTED=False, SHARED=True,
                 AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
             )  # fmt: skip
         blocks = plan.first_row if plan.blocks is None else plan.blocks
         exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
-            *arrays, plan.page_tables, tails, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
+            *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
             plan.first_row, plan.page_tables.stride(0), layout.num_splits, **options, **for_tiles,
             BLOCK_M=layout.block_m, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
             LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
@@ -182,7 +185,7 @@ class ExactAttention(AttentionBackend):
             and num_tokens * kv_heads <= _AHEAD_PER_UNIT * compute_units(kv.data.device)
         )
         exact_fold_kernels.fold[(len(plan.num_rows) * plan.max_rows, num_heads // heads)](
-            *arrays, tails, *lengths, shared_keys, *scales, layout.limit, plan.max_rows, **options,
+            *arrays, paths.slots, *lengths, shared_keys, *scales, layout.limit, plan.max_rows, **options,
             EARLY=num_tokens <= _EARLY_ROWS and not VARIANTS.are_few, HEADS=heads, BLOCK_H=max(16, power_of_two(group)) if is_branched else 1,
             AHEAD=is_ahead, AT_ONCE=_AT_ONCE if is_branched else 1, num_warps=(4 if is_ahead else 2) if is_branched else 1,
             num_stages=2 if is_ahead else 3,
@@ -272,10 +275,17 @@ def segment_of(key: int) -> int:
     return key // SMALL if key < NEAR else NEAR // SMALL + (key - NEAR) // LARGE
 
 
-def _find_tails(plan: TritonPlan, group: int, num_tokens: int) -> torch.Tensor:
+def _leaf_rows(group: int) -> int:
+    """Returns the number of rows among which rows of a tree share a leaf: those of a block, if
+    blocks are of whole rows.
+    """
+    return 1 << (max(1, _TREE_LINES // group).bit_length() - 1)
+
+
+def _find_paths(plan: TritonPlan, group: int, num_tokens: int) -> TreePaths:
     """Finds the keys that each row of a tree sees from the last whole tile before the tree on.
 
-    Runs once per forward. Returns their slots, int32 [rows, n].
+    Runs once per forward.
     """
     from foredraft.attention import exact_fold_kernels
 
@@ -287,12 +297,15 @@ def _find_tails(plan: TritonPlan, group: int, num_tokens: int) -> torch.Tensor:
     block_m = _block_rows(plan.max_rows * group, kv.data.dtype, kv)
     row_blocks = -(-plan.max_rows * group // block_m)
     programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
-    slots = torch.empty(num_tokens, tiles * TILE, dtype=torch.int32, device=kv.data.device)
-    exact_fold_kernels.find_tails[(programs * (block_m // group + 1),)](
-        slots, plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
+    per_row = ((tiles * TILE,), (), (), (tiles * TILE,))
+    paths = TreePaths(
+        *(torch.empty(num_tokens, *n, dtype=torch.int32, device=kv.data.device) for n in per_row)
+    )
+    exact_fold_kernels.find_paths[(programs * (block_m // group + 1),)](
+        paths.slots, paths.row_leaves, paths.leaf_ends, paths.leaf_slots, plan.page_tables, plan.first_row, plan.num_rows, plan.prefix_len, plan.positions,
         plan.first_row if plan.blocks is None else plan.blocks, mask.view(torch.uint8), tail_positions,
         row_blocks, plan.page_tables.stride(0), mask.stride(0), mask.shape[1], tail_positions.stride(0), kv.page_size,
         GROUP=group, BLOCK_M=block_m, LISTED=plan.blocks is not None, TILE=TILE, TILES=tiles,
-        NODES=_NODES,
+        NODES=_NODES, LEAF_ROWS=_leaf_rows(group),
     )  # fmt: skip
-    return slots
+    return paths

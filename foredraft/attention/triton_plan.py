@@ -46,6 +46,21 @@ class SharedKeys:
     page_tables: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TreePaths:
+    """Names the keys that rows of trees see from the last whole tile before the tree on.
+
+    Attributes:
+        slots, leaf_slots: int32 [T, n]. See `exact_fold_kernels.find_paths`.
+        row_leaves, leaf_ends: int32 [T].
+    """
+
+    slots: torch.Tensor
+    row_leaves: torch.Tensor
+    leaf_ends: torch.Tensor
+    leaf_slots: torch.Tensor
+
+
 @dataclass(slots=True)
 class TritonPlan:
     """Describes a batch of B sequences with T rows to the kernels; all tensors are on the device.
@@ -73,8 +88,7 @@ class TritonPlan:
             `TritonAttention.plan`. None cuts each sequence into `num_splits` parts. Not with
             `blocks` or `is_causal`.
         level: Index of this plan's level in `balance`.
-        tails: Slots of the keys that each row of a tree sees from the last whole tile before the
-            tree on; for `exact_triton` only.
+        paths: Keys of the paths of trees; for `exact_triton` only.
         shared: Leading keys that are read once for several sequences; for `exact_triton` only.
             Not with `blocks`.
     """
@@ -95,7 +109,7 @@ class TritonPlan:
     blocks: torch.Tensor | None = None
     balance: Balance | None = None
     level: int = 0
-    tails: torch.Tensor | None = None
+    paths: TreePaths | None = None
     shared: SharedKeys | None = None
 
 

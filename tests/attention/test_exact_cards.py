@@ -21,7 +21,7 @@ from testing.triton_device import INTERPRETED
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or INTERPRETED, reason="needs Triton's compiler"
 )
-KERNELS = ("attend", "fold", "find_tails")
+KERNELS = ("attend", "fold", "find_paths")
 # Rows of each sequence, tree nodes or none, and how many sequences there are.
 STEPS = {"row": (1, False, 1), "trees": (8, True, 48), "tree": (40, True, 1), "chunk": (512, False, 1)}  # fmt: skip  # noqa: E501
 SHARED_KEYS = "rows with shared keys"
