@@ -12,6 +12,7 @@ from foredraft.attention.base import AttentionBackend, ForwardSizes
 from foredraft.attention.exact_triton import TILE
 from foredraft.layers.exact_gemm import is_hopper
 from foredraft.layers.linear import Linear, ProductBytes
+from foredraft.layers.padded_rows import room
 from foredraft.models.decoder import DecoderModel
 from foredraft.types import MAX_LOGPROBS
 from verify_service.drafts.hidden_state_buffer import MOST_BYTES as MOST_BUFFERED
@@ -192,16 +193,16 @@ class _Sizes:
         )
         partial = self._attention.partial_bytes(sizes, self._model.device)
         qkv, output = self._product(self._qkv, num_rows), self._product(self._output, num_rows)
-        inner = num_rows * self._output[0].num_inputs * self._itemsize
+        inner = room(num_rows) * self._output[0].num_inputs * self._itemsize
         then = max(partial, output.result + output.scratch)
         product = qkv.result + max(qkv.scratch, inner + then)
         return self._held(num_rows) + max(product, output.result + self._sums(num_rows))
 
     def _mlp_of(self, num_rows: int) -> int:
         gate_up, down = (self._product(each, num_rows) for each in (self._gate_up, self._down))
-        inner = num_rows * self._down[0].num_inputs * self._itemsize
+        inner = room(num_rows) * self._down[0].num_inputs * self._itemsize
         product = gate_up.result + max(gate_up.scratch, inner + down.result + down.scratch)
-        kept = num_rows * self._row + self._product(self._output, num_rows).result
+        kept = room(num_rows) * self._row + self._product(self._output, num_rows).result
         most = max(product, down.result + self._sums(num_rows))
         return self._held(num_rows) + kept + most
 
@@ -212,7 +213,8 @@ class _Sizes:
         # of the tiles of keys that it begins and ends in.
         tree = self._limits.max_rows
         indices = 4 * _LONG + 2 * tree + (2 * TILE + tree) * _INT * (tree > 1)
-        return num_rows * (2 * self._row + angles + indices) + 2 * self._page_tables()
+        norm = room(num_rows) * self._row
+        return norm + num_rows * (self._row + angles + indices) + 2 * self._page_tables()
 
     def _sums(self, num_rows: int) -> int:
         """The ranks' parts of a sum where they are gathered, and its norm."""
@@ -239,7 +241,8 @@ class _Sizes:
             then = max(then, at_once * _PROBABILITY_BYTES + block * _LOSSY_BYTES)
         choice = at_once * _KEPT_BYTES + then
         after = max(product.scratch, self._vocabularies(choice))
-        return num_rows * 2 * self._row + product.result + self._widened(num_rows) + after
+        # The rows are picked, and may be padded.
+        return num_rows * 3 * self._row + product.result + self._widened(num_rows) + after
 
     def scores(self) -> int:
         """Log-probabilities of prompts, some rows at a time."""

@@ -10,6 +10,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.normed import RoundedRows
+from foredraft.layers.padded_rows import new_rows
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import rotate
 from foredraft.layers.row_kernels import RowKernels, kernels_for
@@ -116,7 +117,7 @@ class SelfAttention(nn.Module):
         else:
             num_heads, slots = self._num_heads, batch.slots
             queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
-        out = x.new_empty(x.shape[0], self.output.num_inputs)
+        out = new_rows(x, x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output.deferred(out) if later else self.output(out)
 

@@ -15,9 +15,10 @@ from foredraft.kernel_launch import overlapped, power_of_two
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
-# Up to which one program adds up both halves, where columns are few: each half alone would write
-# and read float32.
+# Up to which one program adds up both halves of fewer than _LONG columns, and beyond of at most
+# _FEW: each half alone would write and read float32.
 _SUMMED_ROWS = 1024
+_FEW = 4096
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
@@ -96,7 +97,8 @@ def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torc
 
 def sums_parts(weight: torch.Tensor, num_rows: int) -> bool:
     """Returns whether `multiply_parts` is fastest for so many rows of a weight in two parts."""
-    return PART_ROWS < num_rows <= _SUMMED_ROWS and weight.shape[1] < _LONG
+    inputs = weight.shape[1]
+    return num_rows > PART_ROWS and inputs < (_LONG if num_rows <= _SUMMED_ROWS else _FEW + 1)
 
 
 def multiply_parts(
@@ -164,7 +166,7 @@ def _multiply_tiled(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     uses_engine = is_hopper(x.device) and inputs % 8 == 0
-    tile = _tile(rows) if uses_engine else (64, 64, 64, 4, 3)
+    tile = _tile(rows, summed) if uses_engine else (64, 64, 64, 4, 3)
     block_m, block_n, block_k, warps, stages = tile
     programs = -(-rows // block_m) * -(-outputs // block_n)
     settings = {
@@ -189,14 +191,16 @@ def _multiply_tiled(
     )  # fmt: skip
 
 
-def _tile(rows: int) -> tuple[int, int, int, int, int]:
+def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
     """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
-    the matrices of Llama-3.1-8B.
+    the matrices of Llama-3.1-8B, whole and shared by two ranks.
     """
     if rows <= 64:
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
+    if rows > _SUMMED_ROWS and summed > 1:
+        return 128, 256, 64, 8, 4
     return 128, 128, 64, 8, 4
 
 

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from foredraft.kernel_launch import no_collection, times_on_gpu
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.padded_rows import proven_size, with_more
 
 logger = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4  # bytes of a number in float32
-_LEAST_STEP = 8  # minimum distance between numbers of rows that cuBLAS computes
 _ROWS_AT_ONCE = 512  # number of rows that random numbers are made for at a time
 _OUTLIERS = 0.002  # part of the numbers of a proof that are a hundred times as large as the others
 _TIMED_ROWS = 1024  # rows up to which cuBLAS selects badly for some numbers, so that times decide
@@ -64,6 +64,8 @@ class Proofs:
         Args:
             parts: See `exact_gemm.num_parts`; each is a product for cuBLAS.
         """
+        if _is_ours(weight, parts, num_rows):
+            return _OWN
         shape = weight.dtype, weight.shape, bias is None, parts, num_rows
         if shape not in self._sizes:
             times = {
@@ -105,7 +107,7 @@ class Proofs:
         found = self._found[key]
         if found is None:
             return math.inf
-        # Rows are copied where some are added.
+        # Rows may be copied where some are added.
         copied = 2 * size * inputs * weight.itemsize if size > num_rows else 0
         return found + copied / _COPIED_BYTES
 
@@ -149,10 +151,13 @@ class ExactMethod(LinearMethod):
         """See LinearMethod."""
         (outputs, inputs), size = linear.weight.shape, library_sizes(num_rows)[-1]
         parts = exact_gemm.num_parts(linear.weight, linear.bias)
+        if _is_ours(linear.weight, parts, num_rows):
+            return ProductBytes(num_rows * outputs * itemsize)
         result = size * outputs * (parts * _FLOAT_BYTES if parts > 1 else itemsize)
-        padded = size * inputs * itemsize if size > num_rows else 0
-        # Parts that are not left to a norm are added up in float32, and rounded.
-        added = size * outputs * (_FLOAT_BYTES + itemsize) if parts > 1 else 0
+        # More rows have room behind them.
+        padded = size * inputs * itemsize if num_rows < size and num_rows <= _TIMED_ROWS else 0
+        # Parts that are not left to a norm are added up in place, and rounded.
+        added = size * outputs * itemsize if parts > 1 else 0
         # cuBLAS is compared on random rows: their two results, and a byte for each 16 bits.
         trial = (size * itemsize + _ROWS_AT_ONCE) * inputs + result + result // 2
         return ProductBytes(result, max(padded, added), trial)
@@ -163,7 +168,7 @@ class ExactMethod(LinearMethod):
         """Computes x W^T + b."""
         out = self._in_parts(x, weight, bias)
         # The norm that adds up parts rounds in the same way.
-        return out if out.dim() == 2 else (out[0] + out[1]).to(x.dtype)
+        return out if out.dim() == 2 else out[0].add_(out[1]).to(x.dtype)
 
     def _in_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -175,6 +180,11 @@ class ExactMethod(LinearMethod):
             if size:
                 return _by_library(x, weight, bias, parts, size)[..., :num_rows, :]
         return _by_own(x, weight, bias, parts)
+
+
+def _is_ours(weight: torch.Tensor, parts: int, num_rows: int) -> bool:
+    """Returns whether our own kernels compute so many rows, without a trial."""
+    return num_rows > _TIMED_ROWS and parts > 1 and exact_gemm.sums_parts(weight, num_rows)
 
 
 def _by_own(
@@ -191,9 +201,9 @@ def _by_own(
 def _by_library(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int, num_rows: int
 ) -> torch.Tensor:
-    """Computes `ExactMethod._in_parts` by cuBLAS, with zeros for rows beyond those of `x`."""
+    """Computes `ExactMethod._in_parts` by cuBLAS, and any numbers for rows beyond those of `x`."""
     if num_rows > x.shape[0]:
-        x = F.pad(x, (0, 0, 0, num_rows - x.shape[0]))
+        x = with_more(x, num_rows)
     return F.linear(x, weight, bias) if parts == 1 else _library_parts(x, weight, parts)
 
 
@@ -204,14 +214,6 @@ def _library_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.T
     for part, left, right in columns:
         torch.mm(left, right.t(), out_dtype=torch.float32, out=part)
     return out
-
-
-def proven_size(num_rows: int) -> int:
-    """Rounds a number of rows up to a multiple of a sixteenth of the next power of two, and of
-    at least 8.
-    """
-    step = max(_LEAST_STEP, (1 << (num_rows - 1).bit_length()) // 16)
-    return -(-num_rows // step) * step
 
 
 def library_sizes(num_rows: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
+from foredraft.layers.padded_rows import new_rows
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import Exchange, constants_of
 
@@ -36,7 +37,7 @@ def rms_norm(
             it.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    result = torch.empty_like(rows, memory_format=torch.contiguous_format) if out is None else out
+    result = new_rows(rows, *rows.shape) if out is None else out
     _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None)
     return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
@@ -85,7 +86,7 @@ def add_norm(
         reader: Method of the layer that reads the result first, None if there is none. Rows are
             rounded for it, but not sums of several ranks.
     """
-    out = torch.empty_like(stream, memory_format=torch.contiguous_format)
+    out = new_rows(stream, *stream.shape)
     post_weight, post_eps = post if post is not None else (None, 0.0)
     weights = post_weight, post_eps, weight, eps
     if group.size > 1:
@@ -114,25 +115,23 @@ def _norm_of_ranks(
         return
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    gathered, at_once = x, num_rows
+    gathered, programs = x, num_rows
     if memory is None:
         exchange = Exchange((x,), (x,), x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
-        at_once = min(num_rows, memory.num_programs)
-        exchange = memory.exchange(at_once, size, x.dtype)
-    for first in range(0, num_rows, at_once):
-        rows = slice(first, min(first + at_once, num_rows))
-        triton_kernels.norm_of_ranks[(rows.stop - first,)](
-            x[rows], parts[:, rows], weight if post_weight is None else post_weight, weight,
-            out[rows], x if copy is None else copy[rows], gathered, *exchange.exchange_arguments,
-            x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-            0 if copy is None else copy.stride(0), num_rows * size, size, eps, post_eps,
-            BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-            SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-            **constants_of(exchange), **overlapped(x.device),
-        )  # fmt: skip
+        programs = min(num_rows, memory.num_programs)
+        exchange = memory.exchange(programs, size, x.dtype)
+    triton_kernels.norm_of_ranks[(programs,)](
+        x, parts, weight if post_weight is None else post_weight, weight, out,
+        x if copy is None else copy, gathered, *exchange.exchange_arguments,
+        x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
+        0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
+        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
+        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
+        **constants_of(exchange), **overlapped(x.device),
+    )  # fmt: skip
 
 
 def rows_of_ranks(
@@ -151,16 +150,13 @@ def rows_of_ranks(
     memory = group.memory_for(num_rows, size, table.dtype)
     if memory is None:
         return None
-    out, at_once = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
-    exchange = memory.exchange(at_once, size, table.dtype)
-    block = power_of_two(size)
-    for start in range(0, num_rows, at_once):
-        rows = slice(start, min(start + at_once, num_rows))
-        triton_kernels.row_of_ranks[(rows.stop - start,)](
-            table, tokens[rows], out[rows], *exchange.exchange_arguments, first, count, size,
-            BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
-            **overlapped(table.device),
-        )  # fmt: skip
+    out, programs = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
+    exchange, block = memory.exchange(programs, size, table.dtype), power_of_two(size)
+    triton_kernels.rows_of_ranks[(programs,)](
+        table, tokens, out, *exchange.exchange_arguments, first, count, num_rows, size,
+        BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),
+        **overlapped(table.device),
+    )  # fmt: skip
     return out
 
 
@@ -283,7 +279,7 @@ def gated(both: torch.Tensor, kind: str) -> torch.Tensor:
     from foredraft.layers import triton_kernels
 
     num_rows, size = both.shape[0], both.shape[1] // 2
-    out = both.new_empty((num_rows, size))
+    out = new_rows(both, num_rows, size)
     if num_rows:
         triton_kernels.gate[(num_rows, -(-size // 1024))](
             both, out, size, KIND=kind, BLOCK=1024, **overlapped(both.device)

@@ -6,7 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import sum_of_ranks
+from foredraft.parallel.exchange_kernels import finish, newest, sum_of_ranks
 
 
 @triton.jit
@@ -93,18 +93,20 @@ def norm(
         tl.store(scales_ptr + part * tl.num_programs(0) + row, scales, mask=is_part)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_of_ranks(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
-    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, gathered_stride, size, eps, post_eps,
+    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
     FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises one row as `norm` does, where delta is the sum of the ranks' deltas: exchanged
-    here with SENDS, else all ranks' [RANKS, rows, size] at gathered_ptr.
+    """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas: exchanged here
+    with SENDS, else all ranks' [RANKS, num_rows, size] at gathered_ptr.
+
+    A program takes one row after the other, so that some are on their way while others are added
+    up.
     """
-    row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -115,51 +117,63 @@ def norm_of_ranks(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    delta_ptr += row * delta_stride + columns
-    own = tl.load(delta_ptr, mask=is_column, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        own += tl.load(delta_ptr + part * part_stride, mask=is_column, other=0.0)
-    own = own.to(dtype)
-    x = tl.load(x_ptr + row * x_stride + columns, mask=is_column, other=0.0)
     if SENDS:
-        total = sum_of_ranks(
-            own, size, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
-        )
-    else:
-        at = gathered_ptr + row * size + columns
-        total = own.to(tl.float32)
-        for rank in tl.static_range(RANKS):
-            part = tl.load(at + rank * gathered_stride, mask=is_column, other=0.0).to(tl.float32)
-            total = part if rank == 0 else total + part
-    delta = total.to(dtype)
-    x = _added(x, delta, post, size, post_eps, POST, FULL)
-    tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
-    if COPIES:
-        tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
-    result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
-    tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+        count = newest(counts)
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        delta_at = delta_ptr + row * delta_stride + columns
+        own = tl.load(delta_at, mask=is_column, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            own += tl.load(delta_at + part * part_stride, mask=is_column, other=0.0)
+        own = own.to(dtype)
+        x_at = x_ptr + row * x_stride + columns
+        x = tl.load(x_at, mask=is_column, other=0.0)
+        if SENDS:
+            count += 1
+            total = sum_of_ranks(
+                own, size, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+            )
+        else:
+            at = gathered_ptr + row * size + columns
+            stride = tl.cast(num_rows, tl.int64) * size
+            total = own.to(tl.float32)
+            for rank in tl.static_range(RANKS):
+                part = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
+                total = part if rank == 0 else total + part
+        x = _added(x, total.to(dtype), post, size, post_eps, POST, FULL)
+        tl.store(x_at, x, mask=is_column)
+        if COPIES:
+            tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
+        result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
+        tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
+    if SENDS:
+        finish(counts, count)
 
 
-@triton.jit
-def row_of_ranks(
-    table, tokens, out_ptr, places, flags, counts, lost, patience, first, count, size,
+@triton.jit(do_not_specialize=["num_rows"])
+def rows_of_ranks(
+    table, tokens, out_ptr, places, flags, counts, lost, patience, first, count, num_rows, size,
     BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Looks up one row of a table whose rows ranks share; this one has `count`, from `first` on."""
-    row = tl.program_id(0).to(tl.int64)
+    """Looks up rows of a table whose rows ranks share; this one has `count`, from `first` on."""
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    index = tl.load(tokens + row) - first
-    is_own = is_column & (index >= 0) & (index < count)
-    own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
-    total = sum_of_ranks(
-        own, size, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
-    )
-    tl.store(out_ptr + row * size + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
+    number = newest(counts)
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        index = tl.load(tokens + row) - first
+        is_own = is_column & (index >= 0) & (index < count)
+        own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
+        number += 1
+        total = sum_of_ranks(
+            own, size, number, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+        )
+        out_at = out_ptr + tl.cast(row, tl.int64) * size + columns
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_column)
+    finish(counts, number)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Triton kernels that exchange small blocks between ranks on several GPUs of a host. Each rank can
 write to the others' memory.
 
-Each program sends its block to all other ranks and then waits for theirs. A program has two places
-for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the
+Each program sends a block to all other ranks and then waits for theirs, once or for several blocks
+one after the other. A program has two places for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the
 next one, so every rank has read this one. Few blocks travel as words that hold the block's number
 beside their data, so that no rank waits until a block has arrived before it says so; many would
 take twice the bytes, and a flag follows each of them.
@@ -69,7 +69,7 @@ def _looked(even_ptr, odd_ptr, is_there, count):
 
 @triton.jit
 def send(
-    own, length, places, flags, counts,
+    own, length, count, places, flags,
     ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -78,17 +78,13 @@ def send(
     Args:
         length: Number of elements of the block, from the first of `own`; with WORDS a
             multiple of 8.
+        count: The block's number, see `newest`.
         places: For each rank, its memory for blocks [RANKS, 2, PROGRAMS, ROOM], of int64 with
             WORDS.
         flags: For each rank, int32 [RANKS, PROGRAMS]: number of the newest block of each sender
             without WORDS.
-        counts: int32 [PROGRAMS], number of the newest block of this rank.
-
-    Returns:
-        The block's number.
     """
     program = tl.program_id(0)
-    count = tl.load(counts + program) + 1
     place = (RANK * 2 * PROGRAMS + (count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
     if WORDS:
         even, odd = _words(own, count)
@@ -108,7 +104,6 @@ def send(
             if rank != RANK:
                 flag = flags[rank] + RANK * PROGRAMS + program
                 tl.atomic_xchg(flag, count, sem="release", scope="sys")
-    return count
 
 
 @triton.jit
@@ -153,14 +148,14 @@ def receive(
 
 @triton.jit
 def sum_of_ranks(
-    own, length, places, flags, counts, lost, patience,
+    own, length, count, places, flags, lost, patience,
     ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
     """Exchanges a block, and adds up the ranks' in float32 in the order of the ranks; see `send`
     and `receive`.
     """
-    count = send(own, length, places, flags, counts, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+    send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
     total = tl.zeros_like(own).to(tl.float32)
     for rank in tl.static_range(RANKS):
         part = own
@@ -169,13 +164,20 @@ def sum_of_ranks(
                 own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, rank
             )
         total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
-    finish(counts, count)
     return total
 
 
 @triton.jit
+def newest(counts):
+    """Returns the number of the newest block that this program has sent; `counts` is int32
+    [PROGRAMS].
+    """
+    return tl.load(counts + tl.program_id(0))
+
+
+@triton.jit
 def finish(counts, count):
-    """Notes that this program has all blocks of a number."""
+    """Notes the number of the newest block, of which this program has those of all ranks."""
     tl.debug_barrier()
     tl.store(counts + tl.program_id(0), count)
 
@@ -196,13 +198,14 @@ def exchange(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     own = tl.load(x_ptr + index, mask=is_there, other=0)
+    count = newest(counts) + 1
     if KIND == SUM:
         total = sum_of_ranks(
-            own, length, places, flags, counts, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
+            own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
         )
         tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_there)
     else:
-        count = send(own, length, places, flags, counts, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+        send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
         if KIND == ALL:
             out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
         else:
@@ -218,4 +221,4 @@ def exchange(
                 tl.store(out_ptr + rank * width, part, mask=is_there)
             elif rank == 0:
                 tl.store(out_ptr, part, mask=is_there)
-        finish(counts, count)
+    finish(counts, count)

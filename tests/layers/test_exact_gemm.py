@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.layers import exact_gemm, exact_linear, fused, skinny_gemm
-from foredraft.layers.exact_linear import ExactMethod, Proofs, proven_size
+from foredraft.layers.exact_linear import ExactMethod, Proofs
 from foredraft.layers.linear import Linear
+from foredraft.layers.padded_rows import proven_size, with_more
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton
 
 ROWS = (1, 2, 3, 8, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 512, 777, 1024)
@@ -87,11 +88,14 @@ def test_parts_are_the_same_bits_beside_any_number_and_what_the_norm_adds_up():
 
 @needs_gpu
 @pytest.mark.gpu
-def test_halves_in_one_kernel_and_in_two_are_the_same_bits():
-    method, weight = ExactMethod(Proofs()), numbers(4096, 4096).mul_(0.02)
-    x = numbers(2048, 4096, outliers=0.002)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (3072, 4096), (4096, 7168)])
+def test_halves_in_one_kernel_and_in_two_are_the_same_bits(outputs, inputs):
+    method, weight = ExactMethod(Proofs()), numbers(outputs, inputs).mul_(0.02)
+    x = numbers(4000, inputs, outliers=0.002)
     wanted = (exact_gemm.multiply_in_parts(x, weight, 2)).sum(0).to(x.dtype)
-    for num_rows in (128, 129, 200, 512, 1024, 1025):
+    by_library = exact_linear._library_parts(x[:2048], weight, 2).sum(0).to(x.dtype)
+    assert same_bits(by_library, wanted[:2048])
+    for num_rows in (128, 129, 200, 512, 1024, 1025, 2500, 4000):
         rows = x[:num_rows].contiguous()
         assert same_bits(method.multiply(rows, weight, None), wanted[:num_rows]), num_rows
 
@@ -180,6 +184,16 @@ def test_a_broken_file_of_proofs_is_not_read(tmp_path, caplog):
     file.write_text("[1")
     Proofs(file)
     assert "is not read" in caplog.text
+
+
+def test_rows_are_padded_in_place_where_there_is_room():
+    rows = torch.arange(40.0).view(10, 4)
+    padded = with_more(rows[2:5], 8)
+    assert padded.data_ptr() == rows[2].data_ptr()
+    assert torch.equal(padded, rows[2:])
+    copied = with_more(rows[2:5], 9)
+    assert copied.shape == (9, 4)
+    assert torch.equal(copied[:3], rows[2:5])
 
 
 def test_rows_are_padded_by_less_than_an_eighth():

@@ -46,7 +46,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
     for module, name in (
         (exchange_kernels, "exchange"),
         (triton_kernels, "norm_of_ranks"),
-        (triton_kernels, "row_of_ranks"),
+        (triton_kernels, "rows_of_ranks"),
     ):
         recorders.append(Recorder(getattr(module, name)))
         monkeypatch.setattr(module, name, recorders[-1])

@@ -23,8 +23,8 @@ from verify_service.executor.ranks.group import ProcessGroup
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
-# More rows than travel as words, and than an exchange has blocks.
-MANY_ROWS = (NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, PROGRAMS + 3)
+# More rows than travel as words, and so many that each program exchanges several.
+MANY_ROWS = (3 * NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, 3 * PROGRAMS + 3)
 pytestmark = [
     needs_triton,
     pytest.mark.gpu,
