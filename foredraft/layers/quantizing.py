@@ -9,6 +9,7 @@ from foredraft.layers.parameters import Target
 from foredraft.layers.quantized import set_matrix, set_random_matrix
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
+from foredraft.layers.words_factors import are_offsets_exact
 
 _FLOAT8 = torch.float8_e4m3fn
 _SMALLER = (64, 32)  # groups
@@ -57,6 +58,7 @@ def _quantize_groups(rows: torch.Tensor, size: int) -> Matrix:
         # Rounded as the products keep it.
         scale = ((high - low) * (part / 15)).bfloat16().float().clamp_min_(1e-8)
         zero = (-low * part / scale).round_().clamp_(0, 15)
+        scale = _with_exact_offset(scale, zero)
         rounded = (groups / scale + zero).round_().clamp_(0, 15)
         error = rounded.sub_(zero).mul_(scale).sub_(groups).square_().sum(2, keepdim=True)
         is_better = error < least
@@ -65,6 +67,20 @@ def _quantize_groups(rows: torch.Tensor, size: int) -> Matrix:
     numbers = (groups / scales + zeros).round_().clamp_(0, 15).to(torch.uint8)
     numbers = numbers.view(num_rows, -1)[:, :num_inputs]
     return Matrix(numbers, scales.squeeze(2), zeros.squeeze(2).to(torch.uint8))
+
+
+def _with_exact_offset(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Rounds scales to as many bits as leave zero * scale or (15 - zero) * scale exact in bfloat16,
+    for which GPUs have a faster form, see `words_factors`.
+    """
+    mantissas, exponents = torch.frexp(scales)
+    found = scales
+    for bits in (4, 5, 6, 7, 8):  # a zero point has 4 bits, a bfloat16 8
+        rounded = torch.ldexp((mantissas * 2**bits).round_(), exponents - bits)
+        is_exact = are_offsets_exact(rounded, zeros, torch.bfloat16)
+        is_exact |= are_offsets_exact(rounded, 15 - zeros, torch.bfloat16)
+        found = torch.where(is_exact, rounded, found)
+    return found
 
 
 def _fitting(scheme: WeightScheme, num_inputs: int) -> WeightScheme:

@@ -60,7 +60,16 @@ class WordsMethod(LinearMethod):
 
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
-        numbers, bits = matrix.numbers, self._bits
+        numbers, scales, zeros, bits = matrix.numbers, matrix.scales, matrix.zeros, self._bits
+        if bits == 4:
+            assert zeros is not None
+            numbers, scales, zeros = words_factors.with_exact_offsets(
+                numbers, scales, zeros, self._dtype
+            )
+            factors, self._form = words_factors.factor_words(scales.t(), zeros.t(), self._dtype)
+            linear.scales = _parameter(factors)
+        else:
+            linear.scales = _parameter(scales.t().contiguous().float())
         if bits == 4 and words_native.takes(numbers, self._dtype, self._group, self._unit):
             self.early_rows = words_native.MOST_ROWS
         if numbers.dtype == torch.int8:
@@ -72,13 +81,6 @@ class WordsMethod(LinearMethod):
         for plane in range(1, planes):
             words |= units[:, :, plane].int() << bits * plane
         linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
-        scales = matrix.scales.t()
-        if bits == 8:
-            linear.scales = _parameter(scales.contiguous().float())
-            return
-        assert matrix.zeros is not None
-        words, self._form = words_factors.factor_words(scales, matrix.zeros.t(), self._dtype)
-        linear.scales = _parameter(words)
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""

@@ -39,6 +39,38 @@ def are_finite(scales: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool((scales.to(dtype).abs() <= most).all())
 
 
+def with_exact_offsets(
+    numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Replaces numbers by 15 - number, zero points by 15 - zero and scales by -scale, which leaves
+    weights as they are, in groups where that makes the offset exact; in none where some would
+    stay inexact.
+
+    Args:
+        numbers: uint8 [outputs, inputs], of 4 bits.
+        scales, zeros: [outputs, groups]; zeros are uint8.
+        dtype: Data type of the activations.
+    """
+    is_exact = are_offsets_exact(scales.to(dtype).float(), zeros, dtype)
+    swaps = ~is_exact & are_offsets_exact(scales.to(dtype).float(), 15 - zeros, dtype)
+    if not bool(swaps.any()) or not bool((is_exact | swaps).all()):
+        return numbers, scales, zeros
+    by_inputs = swaps.repeat_interleave(numbers.shape[1] // swaps.shape[1], 1)
+    return (
+        torch.where(by_inputs, 15 - numbers, numbers),
+        torch.where(swaps, -scales, scales),
+        torch.where(swaps, 15 - zeros, zeros),
+    )
+
+
+def are_offsets_exact(
+    scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Returns for each scale whether `dtype` holds zero * scale exactly, as float32 does."""
+    offsets = zeros.float() * scales
+    return offsets.to(dtype).float() == offsets
+
+
 def factor_words(
     scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Form]:
@@ -50,11 +82,11 @@ def factor_words(
         dtype: Data type of the activations.
     """
     scales = scales.to(dtype).float()
-    offsets, largest = -zeros.float() * scales, float(scales.abs().amax())
-    are_exact = dtype == torch.bfloat16 and torch.equal(offsets.to(dtype).float(), offsets)
+    largest = float(scales.abs().amax())
+    are_exact = dtype == torch.bfloat16 and bool(are_offsets_exact(scales, zeros, dtype).all())
     if are_exact and largest < _MOST_HIGH:
         form = Form.OFFSETS if largest < _MOST_LOW else Form.LARGE_OFFSETS
-        first, second = scales * 2.0**64 * 2.0 ** (OFFSET_STEP - 64), offsets
+        first, second = scales * 2.0**64 * 2.0 ** (OFFSET_STEP - 64), -zeros.float() * scales
     else:
         form, step = Form.STEPS, 2.0 ** STEPS[dtype]
         first, second = scales * step, -zeros.float() / step

@@ -7,9 +7,10 @@ import torch
 
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix
+from foredraft.layers.quantizing import quantize
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.layers.words_cuda import WordsMethod
-from foredraft.layers.words_factors import Form, are_finite, factor_words
+from foredraft.layers.words_factors import Form, are_finite, factor_words, with_exact_offsets
 from testing.triton_device import DEVICE, INTERPRETED, needs_gpu, needs_triton
 
 UNIT = 256  # inputs of a unit of words, eight numbers in each word
@@ -54,6 +55,52 @@ def test_offsets_are_exact_or_not_used(zero, most):
         else:
             assert torch.equal(first, some.double() * 2.0**129)
             assert torch.equal(second, -product[rows])
+
+
+def weights_of(linear: Linear, group: int, unit: int) -> torch.Tensor:
+    """The weights that words and factors with offsets stand for, in float64."""
+    words = linear.weight.view(linear.num_outputs, -1, 1, unit)
+    numbers = (words >> torch.arange(0, 32, 4).view(-1, 1) & 15).view(linear.num_outputs, -1)
+    halves = linear.scales & 0xFFFF, linear.scales >> 16
+    first, second = (
+        half.to(torch.int16).view(torch.bfloat16).double().t().repeat_interleave(group, 1)
+        for half in halves
+    )
+    return numbers * (first * 2.0**-129) + second
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_matrices_quantised_on_loading_have_offsets(group):
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 0.05
+    weight[3] *= 1e-6
+    weight[4] = 0
+    scheme = WeightScheme("packed", 4, "group", group, has_zeros=True)
+    matrix = quantize(weight, scheme)
+    assert len(matrix.zeros.unique()) > 3
+    linear = Linear(512, 64, False, torch.bfloat16, torch.device("cpu"))
+    method = WordsMethod(scheme, 512, 64, torch.bfloat16)
+    method.set_matrix(linear, matrix)
+    assert method._form == Form.OFFSETS
+    assert bool((linear.scales >> 15 & 1).any())  # scales of groups that were replaced
+    by_inputs = [one.double().repeat_interleave(group, 1) for one in (matrix.zeros, matrix.scales)]
+    assert torch.equal(
+        weights_of(linear, group, method._unit),
+        (matrix.numbers.double() - by_inputs[0]) * by_inputs[1],
+    )
+
+
+def test_groups_stay_where_one_has_no_exact_offset():
+    numbers = torch.arange(16, dtype=torch.uint8).repeat(1, 4)
+    zeros = torch.tensor([[7, 5]], dtype=torch.uint8)
+    scales = torch.tensor([[255.0, 32.0]])
+    for last, is_replaced in ((32.0, True), (255.0, False)):
+        scales[0, 1] = last
+        found = with_exact_offsets(numbers, scales, zeros, torch.bfloat16)
+        want = (numbers, scales, zeros)
+        if is_replaced:
+            swapped = torch.cat((15 - numbers[:, :32], numbers[:, 32:]), 1)
+            want = swapped, torch.tensor([[-255.0, 32.0]]), torch.tensor([[8, 5]])
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 def test_float16_has_no_offsets():

@@ -1,5 +1,7 @@
 """`--quantization`: what plain checkpoints become while they are loaded."""
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,23 @@ def test_eight_bits_are_the_nearest_to_each_weight(kind):
     assert bool(((got - weight.double()).abs() <= bound * (1 + 1e-6)).all())
 
 
+def with_exact_product(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """The nearest scales of as many bits as make zero * scale or (15 - zero) * scale a bfloat16, in
+    float64.
+    """
+    found = []
+    for scale, zero in zip(scales.flatten().tolist(), zeros.flatten().tolist(), strict=True):
+        exponent = math.frexp(scale)[1]
+        for bits in (8, 7, 6, 5, 4):
+            unit = 2.0 ** (exponent - bits)
+            rounded = round(scale / unit) * unit
+            products = torch.tensor([zero, 15 - zero], dtype=torch.float64) * rounded
+            if bool((products.bfloat16().double() == products).any()):
+                break
+        found.append(rounded)
+    return torch.tensor(found, dtype=torch.float64).view(scales.shape)
+
+
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_four_bits_are_no_worse_than_the_whole_range_rounded(size):
     weight = torch.randn(64, 320, generator=torch.Generator().manual_seed(0))
@@ -51,8 +70,9 @@ def test_four_bits_are_no_worse_than_the_whole_range_rounded(size):
             group.amin(1, keepdim=True).clamp(max=0),
             group.amax(1, keepdim=True).clamp(min=0),
         )
-        scale = ((high - low) / 15).bfloat16().double()
+        scale = ((high - low) / 15).bfloat16()
         zero = (-low / scale).round().clamp(0, 15)
+        scale = with_exact_product(scale, zero)
         plain = ((group / scale + zero).round().clamp(0, 15) - zero) * scale
         own = (got[:, begin : begin + size] - group).square().sum(1)
         assert bool((own <= (plain - group).square().sum(1) * (1 + 1e-5)).all())
