@@ -6,8 +6,7 @@ and `fold` merges the segments that several programs have computed.
 import triton
 import triton.language as tl
 
-from foredraft.attention.exact_kernels import shared_before
-from foredraft.attention.exact_path_kernels import has_branches
+from foredraft.attention.exact_kernels import has_branches, shared_before
 from foredraft.attention.exact_tile_kernels import (
     add_tile,
     empty,

@@ -6,7 +6,6 @@ arithmetic is that of `exact_tile_kernels`.
 import triton
 import triton.language as tl
 
-from foredraft.attention.exact_path_kernels import add_paths, has_branches
 from foredraft.attention.exact_tile_kernels import (
     add_scores,
     add_tile,
@@ -21,7 +20,6 @@ from foredraft.attention.exact_tile_kernels import (
     segment_of,
     start_of,
 )
-from foredraft.attention.exact_turned_kernels import add_turned_tiles
 
 
 @triton.jit
@@ -70,6 +68,100 @@ def shared_before(
     return tl.minimum(tl.load(shared_keys), start_of(num_slots, NEAR, SMALL, LARGE))
 
 
+@triton.jit
+def has_branches(positions, first_row, num_rows, prefix_len):
+    """Returns whether the rows are a tree with branches.
+
+    The last row of a chain is as many positions behind the root as there are rows before it; the
+    last row of a tree with branches is not.
+    """
+    last = tl.load(positions + first_row + num_rows - 1).to(tl.int32)
+    return last - prefix_len != num_rows - 1
+
+
+@triton.jit
+def add_paths(
+    q, k_ptr, v_ptr, leaf_ends, leaf_slots, first_row, prefix_len, table, start, end, row_leaf, begin_leaf, end_leaf,
+    newest, oldest, best, total, acc, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of positions from `start` on to each row of a tree, under the row's own path.
+
+    The matrix units add GRAIN keys at a time, one group after the other, and a group of zeros
+    changes nothing. So rows share the groups before the tree. Behind them stand OWN columns: for
+    each of some leaves the groups of this tile that hold keys of its path, which the rows on this
+    path share. Each key is in the same place of the same group as in plain decoding, and all groups
+    of a row are in order.
+
+    Args:
+        table: Page table of the sequence.
+        end: Position of the last row of the block.
+        row_leaf: Place of each row's leaf; `begin_leaf` to `end_leaf` are all of them.
+        newest: Position of each row.
+    """
+    stop = tl.minimum(start + TILE, end + 1)
+    own_start = tl.maximum(start, prefix_len // GRAIN * GRAIN)
+    # Columns of a row: a power of two of groups.
+    width = tl.where(
+        stop - own_start <= GRAIN, GRAIN, tl.where(stop - own_start <= 2 * GRAIN, 2 * GRAIN, TILE)
+    )
+    step = OWN // width
+    keys = start + tl.arange(0, TILE)
+    is_shared = keys < own_start
+    pages = load_pages(table, keys, own_start, PAGE_SIZE)
+    key_slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+    column = tl.arange(0, OWN)
+    first_tail = prefix_len // TILE * TILE
+    ones = tl.full([TILE, 16], 1.0, q.dtype)
+    own_ones = tl.full([OWN, 16], 1.0, q.dtype)
+    for first in tl.range(begin_leaf, end_leaf, step, num_stages=1):
+        leaf = first + column // width
+        place = own_start + column % width
+        at = (first_row + leaf).to(tl.int64)
+        last = tl.load(leaf_ends + at, mask=leaf < end_leaf, other=-1)
+        is_there = (place <= last) & (place < stop)
+        slots = tl.load(
+            leaf_slots + at * (TILES * TILE) + place - first_tail, mask=is_there, other=0
+        ).to(tl.int64)
+        k = load_rows(k_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
+        if HAS_ROOM:  # else each is loaded when it is needed
+            own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
+            own_v = load_rows(v_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
+        is_now = (row_leaf >= first) & (row_leaf < first + step)
+        seen = is_now[:, None] & is_shared[None, :] & (keys[None, :] >= oldest[:, None])
+        own_seen = (
+            (leaf[None, :] == row_leaf[:, None])
+            & is_there[None, :]
+            & (place[None, :] <= newest[:, None])
+            & (place[None, :] >= oldest[:, None])
+        )
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        scores = tl.where(seen, scores, float("-inf"))
+        if not HAS_ROOM:
+            own_k = load_rows(k_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
+        own_scores = tl.dot(q, tl.trans(own_k.to(q.dtype)), input_precision=PRECISION)
+        own_scores = tl.where(own_seen, own_scores, float("-inf"))
+        highest = tl.maximum(tl.max(scores, 1), tl.max(own_scores, 1))
+        new_best = tl.maximum(best, highest * scale)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(tl.fma(scores, scale, -base[:, None])).to(q.dtype)
+        own_weights = tl.exp2(tl.fma(own_scores, scale, -base[:, None])).to(q.dtype)
+        shrink = tl.exp2(best - base)
+        sums = tl.dot(weights, ones, input_precision=PRECISION)
+        sums = tl.max(tl.dot(own_weights, own_ones, sums, input_precision=PRECISION), 1)
+        if not HAS_ROOM:
+            v = load_rows(v_ptr, key_slots, is_shared, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(weights, v.to(q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+        if not HAS_ROOM:
+            own_v = load_rows(v_ptr, slots, is_there, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(own_weights, own_v.to(q.dtype), acc, input_precision=PRECISION)
+        total = tl.fma(total, shrink, sums)
+        best = new_best
+    return best, total, acc
+
+
 # Numbers of sequences and pages, and alignments, must not select kernel variants: compiling one
 # delays a step by a second.
 @triton.jit(
@@ -88,7 +180,7 @@ def attend(
     BRANCHED: tl.constexpr, LISTED: tl.constexpr, EIGHT_BIT: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr,
     TILES: tl.constexpr, OWN: tl.constexpr, GRAIN: tl.constexpr, LEAF_ROWS: tl.constexpr, HAS_ROOM: tl.constexpr,
     AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, SHARED: tl.constexpr, BEHIND: tl.constexpr,
-    PART: tl.constexpr, TURNED: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes all segments, or every `num_splits`th, of one block of a sequence's rows under one
     KV head.
@@ -107,8 +199,6 @@ def attend(
             "sequence" is a group of sequences whose page tables begin alike: its rows stand in
             `row_index`, and each of them sees all of its `prefix_lens` keys.
         BEHIND: Whether a launch with SHARED has computed the first `shared_keys` of each sequence.
-        PART: "all"; or "tiles", which keeps the sums of the tiles before a tree with branches, and
-            in another launch "paths", which goes on from there.
     """
     kv_head = tl.program_id(1)
     if LISTED:
@@ -127,24 +217,10 @@ def attend(
         together = prefix_len + num_rows - behind <= limit
         if together & (tl.program_id(2) > 0):
             return
-    # Lengths are older than the kernel before, which has waited for them itself. Where that is the
-    # launch for tiles, so are queries and keys.
-    is_beyond = block * BLOCK_M >= num_rows * GROUP
-    if PART == "paths":
-        is_idle = is_beyond
-        if not is_beyond:
-            is_idle = not has_branches(positions, first_row, num_rows, prefix_len)
-        if SPLIT:
-            is_idle = is_idle | (not together)  # `fold` does it
-        if is_idle:
-            # This kernel must not end before the one before.
-            if DEPENDENT and tl.program_id(0) == 0:
-                tl.extra.cuda.gdc_wait()
-            return
-    elif DEPENDENT:
+    if DEPENDENT:  # lengths are older than the kernel before, which has waited for them itself
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if is_beyond:
+    if block * BLOCK_M >= num_rows * GROUP:
         return
 
     folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -169,7 +245,7 @@ def attend(
         oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
         begin = tl.maximum(tl.min(oldest, 0), 0) // TILE * TILE
     first_segment = 0
-    if SPLIT and PART != "paths":
+    if SPLIT:
         first_segment = segment_of(begin, NEAR, SMALL, LARGE) + tl.program_id(2)
         if SHARED:  # the longest first
             first_segment = num_splits - 1 - tl.program_id(2)
@@ -188,7 +264,7 @@ def attend(
     table = tables + sequence.to(tl.int64) * table_stride
     line = token * (KV_HEADS * GROUP) + head
 
-    if SPLIT and PART != "paths":
+    if SPLIT:
         is_apart = True
         if TOGETHER:
             is_apart = not together
@@ -226,18 +302,7 @@ def attend(
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)
         all_best, all_total, all_acc = empty(BLOCK_M, BLOCK_D)
-        kept = line * num_slots
-        if PART == "paths":
-            if DEPENDENT:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            all_best, all_total, all_acc = load_sums(
-                part_best, part_total, part_acc, kept, is_row, HEAD_DIM, BLOCK_D
-            )
-            best, total, acc = load_sums(
-                part_best, part_total, part_acc, kept + 1, is_row, HEAD_DIM, BLOCK_D
-            )
-        if BEHIND and PART != "paths":
+        if BEHIND:
             part = line * num_slots
             last_shared = segment_of(tl.maximum(behind - 1, 0), NEAR, SMALL, LARGE)
             all_best, all_total, all_acc = merge_parts(
@@ -247,14 +312,7 @@ def attend(
             best, total, acc = load_sums(
                 part_best, part_total, part_acc, part + last_shared, is_row & (behind > 0), HEAD_DIM, BLOCK_D
             )  # fmt: skip
-        if PART == "paths":
-            pass
-        elif TURNED:
-            best, total, acc, all_best, all_total, all_acc = add_turned_tiles(
-                q, k_ptr, v_ptr, table, begin, end, newest, oldest, scale,
-                HEAD_DIM, BLOCK_M, BLOCK_D, PAGE_SIZE, PRECISION, TILE, NEAR, SMALL, LARGE,
-            )  # fmt: skip
-        elif BLOCK_M == 128:
+        if BLOCK_M == 128:
             sums = best, total, acc, all_best, all_total, all_acc
             whole_end = begin
             if not WINDOWED:  # up to here every row of the block sees every key
@@ -290,15 +348,7 @@ def attend(
                 k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
                 v = load_rows(v_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
                 best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
-        if PART == "tiles" and branched:
-            tl.store(part_best + kept, all_best, mask=is_row)
-            tl.store(part_total + kept, all_total, mask=is_row)
-            tl.store(part_acc + kept[:, None] * HEAD_DIM + dims[None, :], all_acc, mask=wanted)
-            tl.store(part_best + kept + 1, best, mask=is_row)
-            tl.store(part_total + kept + 1, total, mask=is_row)
-            tl.store(part_acc + (kept + 1)[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
-            return
-        if BRANCHED and PART != "tiles" and branched:
+        if BRANCHED and branched:
             newest = tl.load(positions + token, mask=is_row, other=-1).to(tl.int32)
             row_leaf = tl.load(row_leaves + token, mask=is_row, other=-1)
             last = tl.max(newest, 0)

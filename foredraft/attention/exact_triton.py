@@ -44,9 +44,6 @@ _OWN = 64  # columns for keys of the paths of a tree
 # weights meanwhile.
 _EARLY_ROWS = 4
 _TREE_LINES = 32  # size of a block where one program computes a tree's paths too
-_IN_TURN = 2  # minimum number of programs per unit from which on paths have a launch of their own
-_KEPT = 2  # sums that the launch before keeps of each line: of the newest segment, and before it
-_TURNED_LINES = 32  # size of blocks for which tiles are added with keys as rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,6 @@ class _Layout:
         num_slots: Number of sums stored for each row and head.
         shared_splits: Number of programs that the shared segments of some sequences are distributed
             to; 0 without shared keys.
-        in_two: Whether a second launch computes the paths of trees.
     """
 
     block_m: int
@@ -73,7 +69,6 @@ class _Layout:
     limit: int
     num_slots: int
     shared_splits: int = 0
-    in_two: bool = False
 
 
 class ExactAttention(AttentionBackend):
@@ -172,26 +167,16 @@ class ExactAttention(AttentionBackend):
                 *arrays, shared.page_tables, *of_leaves, shared.first_row, shared.num_rows, shared.num_keys, plan.positions,
                 shared.keys, *scales, 0, shared.first_row, 1, shared.row_index, shared.page_tables.stride(0),
                 layout.shared_splits, **others, BLOCK_M=block_m, SPLIT=True, TOGETHER=False, LISTED=False, SHARED=True,
-                PART="all", TURNED=False, AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
+                AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
             )  # fmt: skip
         blocks = plan.first_row if plan.blocks is None else plan.blocks
-        is_turned = (
-            layout.in_two
-            and layout.block_m == _TURNED_LINES
-            and (head_dim <= 128 and not kv.is_8_bit and shared is None)
-        )
-        launches = [("all", layout.num_splits)]
-        if layout.in_two:
-            launches = [("tiles", layout.num_splits), ("paths", 1)]
-        for part, num_splits in launches:
-            exact_kernels.attend[(layout.programs, kv_heads, num_splits)](
-                *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks,
-                layout.row_blocks, plan.first_row, plan.page_tables.stride(0), num_splits, **options, **for_tiles,
-                BLOCK_M=layout.block_m, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0, PART=part,
-                TURNED=is_turned and part == "tiles", LISTED=plan.blocks is not None, SHARED=False,
-                AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
-                **_tiles(layout.block_m, head_dim, queries.dtype, room),
-            )  # fmt: skip
+        exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
+            *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
+            plan.first_row, plan.page_tables.stride(0), layout.num_splits, **options, **for_tiles,
+            BLOCK_M=layout.block_m, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
+            LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
+            **_tiles(layout.block_m, head_dim, queries.dtype, room),
+        )  # fmt: skip
         if not is_split:
             return
         heads = group if is_branched else 1
@@ -233,17 +218,15 @@ def _layout(
 ) -> _Layout:
     kv = plan.kv
     is_branched = plan.tail_mask is not None
-    lines, units = plan.max_rows * group, compute_units(kv.data.device)
-    block_m = _block_rows(lines, dtype, plan.kv)
-    in_two = False
+    block_m = _block_rows(plan.max_rows * group, dtype, plan.kv)
+    row_blocks = -(-plan.max_rows * group // block_m)
+    programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
     if is_branched and plan.blocks is None:
         small = min(block_m, _TREE_LINES)
-        in_all = len(plan.num_rows) * -(-lines // small) * kv.num_kv_heads
-        if VARIANTS.are_few or in_all >= units:
-            block_m = small
-        in_two = not VARIANTS.are_few and in_all > _IN_TURN * units
-    row_blocks = -(-lines // block_m)
-    programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
+        small_blocks = -(-plan.max_rows * group // small)
+        in_all = len(plan.num_rows) * small_blocks
+        if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv.data.device):
+            block_m, row_blocks, programs = small, small_blocks, in_all
     num_keys = plan.page_tables.shape[1] * kv.page_size
     num_splits = 1
     if plan.blocks is None and not (VARIANTS.are_few and (is_branched or not VARIANTS.cut_keys)):
@@ -255,14 +238,9 @@ def _layout(
         slot_bytes = num_tokens * group * kv.num_kv_heads * _part_bytes(kv.data.shape[-1])
         num_slots = min(num_slots, _MOST_PART_BYTES // slot_bytes)
         shared_splits = _splits_of(len(shared.num_rows), num_slots, kv)
-    is_busy = programs * kv.num_kv_heads >= units
+    is_busy = programs * kv.num_kv_heads >= compute_units(kv.data.device)
     limit = _SHORT if num_splits > 1 and (VARIANTS.are_few or is_busy) else 0
-    in_two = in_two and (num_splits == 1 or limit > 0)  # else `fold` computes all paths
-    if in_two:
-        num_slots = max(_KEPT, num_slots)
-    return _Layout(
-        block_m, row_blocks, programs, num_splits, limit, num_slots, shared_splits, in_two
-    )
+    return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots, shared_splits)
 
 
 def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: PagedKV) -> int:

@@ -19,26 +19,16 @@ from testing.triton_device import DEVICE, needs_gpu, needs_triton
 pytestmark = [needs_triton, pytest.mark.gpu]
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Programs that share out a block's segments, keys of a sequence from which on they do, and compute
-# units where it is not the device that says it: of several programs for one, paths have a launch
-# of their own.
-SHARING = {
-    "together": (0, 0, None),
-    "apart": (1 << 30, 0, None),
-    "apart from 540 keys on": (1 << 30, 540, None),
-    "in two launches": (0, 0, 1),
-    "in two launches up to 540 keys": (1 << 30, 540, 1),
-}
+# Programs that share out a block's segments, and keys of a sequence from which on they do.
+SHARING = {"together": (0, 0), "apart": (1 << 30, 0), "apart from 540 keys on": (1 << 30, 540)}
 
 
 @pytest.fixture(params=SHARING)
 def sharing(request, monkeypatch):
     """Whether segments are shared out among programs."""
-    programs, short, units = SHARING[request.param]
+    programs, short = SHARING[request.param]
     monkeypatch.setattr(exact_triton, "_PROGRAMS_PER_UNIT", programs)
     monkeypatch.setattr(exact_triton, "_SHORT", short)
-    if units is not None:
-        monkeypatch.setattr(exact_triton, "compute_units", lambda device: units)
 
 
 @pytest.mark.usefixtures("sharing")
