@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from foredraft.attention.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
@@ -26,6 +27,7 @@ _CUT_MULTIPLE = 256  # columns are a multiple of this, so that halves are whole 
 _LONG = 8192  # columns from which on more of them under way are worth the shared memory
 _FEW_GATED = 8192  # gated outputs up to which shorter tiles, and more of them, are faster
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
+_WIDE_TIME = 1.77  # of a tile of 256 outputs over that of one of 128
 _GROUP = 8  # blocks of rows whose tiles are neighbours
 
 
@@ -166,7 +168,7 @@ def _multiply_tiled(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     uses_engine = is_hopper(x.device) and inputs % 8 == 0
-    tile = _tile(rows, summed) if uses_engine else (64, 64, 64, 4, 3)
+    tile = _tile(rows, outputs, x.device) if uses_engine else (64, 64, 64, 4, 3)
     block_m, block_n, block_k, warps, stages = tile
     programs = -(-rows // block_m) * -(-outputs // block_n)
     settings = {
@@ -191,7 +193,7 @@ def _multiply_tiled(
     )  # fmt: skip
 
 
-def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
+def _tile(rows: int, outputs: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
     the matrices of Llama-3.1-8B, whole and shared by two ranks.
     """
@@ -199,8 +201,11 @@ def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
-    if rows > _SUMMED_ROWS and summed > 1:
-        return 128, 256, 64, 8, 4
+    if rows > _SUMMED_ROWS:
+        units, row_blocks = compute_units(device), -(-rows // 128)
+        narrow, wide = (-(-row_blocks * -(-outputs // n) // units) for n in (128, 256))
+        if wide * _WIDE_TIME <= narrow:
+            return 128, 256, 64, 8, 4
     return 128, 128, 64, 8, 4
 
 
