@@ -13,6 +13,7 @@ import torch
 
 from foredraft.attention.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.parallel.peer_rows import Sending
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
@@ -104,18 +105,28 @@ def sums_parts(weight: torch.Tensor, num_rows: int) -> bool:
 
 
 def multiply_parts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    parts: int,
+    sending: Sending | None = None,
 ) -> torch.Tensor:
     """Computes x W^T + b, [rows, outputs]; a program adds up one part of the columns after the
     other, then the sums in their order.
 
     Args:
         parts: Number of parts, each a multiple of 128 columns unless it is the only one.
+        sending: Sends the result to other ranks too; for weights that `can_send`.
     """
     out = x.new_empty((x.shape[0], weight.shape[0]))
     if out.numel():
-        _multiply_tiled(x, weight, bias, out, parts)
+        _multiply_tiled(x, weight, bias, out, parts, sending)
     return out
+
+
+def can_send(weight: torch.Tensor) -> bool:
+    """Returns whether `multiply_parts` can send its result to other ranks."""
+    return is_hopper(weight.device) and weight.shape[1] % 8 == 0
 
 
 def _multiply_skinny(
@@ -163,6 +174,7 @@ def _multiply_tiled(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     summed: int = 1,
+    sending: Sending | None = None,
 ) -> None:
     from foredraft.layers import exact_gemm_kernels as kernels
 
@@ -185,11 +197,15 @@ def _multiply_tiled(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     parts = out.shape[0] if out.dim() == 3 else 1
+    rooms, rank, ranks = ((out,), (out,), out), 0, 1
+    if sending is not None:
+        exchange = sending.exchange
+        rooms, rank, ranks = exchange.exchange_arguments[:3], exchange.rank, exchange.size
     kernels.multiply_blocks[(programs, parts)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        added, out, rows, outputs, inputs // max(parts, summed), PARTS=out.dim() == 3,
-        SUMMED=summed, **settings,
+        added, out, *rooms, rows, outputs, inputs // max(parts, summed), PARTS=out.dim() == 3,
+        SUMMED=summed, RANK=rank, RANKS=ranks, **settings,
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         layer: int,
         batch: Batch,
         kv: PagedKV,
-        attention: AttentionBackend,
+        backend: AttentionBackend,
         plan: object,
         next_norm: RMSNorm,
         next_reader: Linear | None,
@@ -106,17 +106,18 @@ class DecoderLayer(nn.Module):
             next_reader: Layer that reads the result first; None for none that gains from it.
             copy: Second place for the stream after this layer, or None.
         """
-        own, group = (angles, layer, batch, kv, attention, plan), self._group
+        own, group = (angles, layer, batch, kv, backend, plan), self._group
+        attention, mlp = self.attention, self.mlp
         # No name keeps attention's result: its memory is free for the MLP.
         x = self.mlp_norm.add(
             stream,
-            self.attention(x.rows, *own, later=True, rounded=x.rounded),
+            attention.output.summed_later(attention.attended(x.rows, *own, x.rounded)),
             self.attention_post_norm,
             None,
             group,
-            self.mlp.gate_up,
+            mlp.gate_up,
         )
-        delta = self.mlp(x.rows, later=True, rounded=x.rounded)
+        delta = mlp.down.summed_later(mlp.inner(x.rows, x.rounded))
         return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
 
     def targets(self, prefix: str) -> dict[str, Target]:
