@@ -178,7 +178,7 @@ class _Sizes:
         return self._attention_of(self._rows, cuts_keys=True)
 
     def mlp(self) -> int:
-        """The second half of a layer."""
+        """The second half of a layer. The first half's result is still there."""
         return self._mlp_of(self._rows)
 
     def _attention_of(self, num_rows: int, cuts_keys: bool) -> int:
@@ -201,10 +201,8 @@ class _Sizes:
     def _mlp_of(self, num_rows: int) -> int:
         gate_up, down = (self._product(each, num_rows) for each in (self._gate_up, self._down))
         inner = room(num_rows) * self._down[0].num_inputs * self._itemsize
-        product = max(
-            gate_up.result + max(gate_up.scratch, inner), inner + down.result + down.scratch
-        )
-        kept = room(num_rows) * self._row
+        product = gate_up.result + max(gate_up.scratch, inner + down.result + down.scratch)
+        kept = room(num_rows) * self._row + self._product(self._output, num_rows).result
         most = max(product, down.result + self._sums(num_rows))
         return self._held(num_rows) + kept + most
 

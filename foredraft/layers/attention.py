@@ -108,23 +108,6 @@ class SelfAttention(nn.Module):
             later: Whether the result may be the parts of `Linear.deferred`.
             rounded: See `Linear.deferred`.
         """
-        out = self.attended(x, angles, layer, batch, kv, attention, plan, rounded)
-        return self.output.deferred(out) if later else self.output(out)
-
-    def attended(
-        self,
-        x: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-        batch: Batch,
-        kv: PagedKV,
-        attention: AttentionBackend,
-        plan: object,
-        rounded: RoundedRows | None = None,
-    ) -> torch.Tensor:
-        """Computes what `output` reads, [num_rows, input_size] -> [num_rows, its inputs]; see
-        `forward`.
-        """
         heads = self.qkv.deferred(x, rounded)
         # Only products on GPUs come in parts, and their kernels add them up.
         own = x.new_empty(x.shape[0], *self._queries) if heads.dim() == 3 else None
@@ -136,7 +119,7 @@ class SelfAttention(nn.Module):
             queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
         out = new_rows(x, x.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
-        return out
+        return self.output.deferred(out) if later else self.output(out)
 
     def store(
         self,

@@ -11,9 +11,7 @@ import functools
 
 import torch
 
-from foredraft.attention.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
-from foredraft.parallel.peer_rows import Sending
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
@@ -28,7 +26,6 @@ _CUT_MULTIPLE = 256  # columns are a multiple of this, so that halves are whole 
 _LONG = 8192  # columns from which on more of them under way are worth the shared memory
 _FEW_GATED = 8192  # gated outputs up to which shorter tiles, and more of them, are faster
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
-_WIDE_TIME = 1.77  # of a tile of 256 outputs over that of one of 128
 _GROUP = 8  # blocks of rows whose tiles are neighbours
 
 
@@ -105,28 +102,18 @@ def sums_parts(weight: torch.Tensor, num_rows: int) -> bool:
 
 
 def multiply_parts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    parts: int,
-    sending: Sending | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parts: int
 ) -> torch.Tensor:
     """Computes x W^T + b, [rows, outputs]; a program adds up one part of the columns after the
     other, then the sums in their order.
 
     Args:
         parts: Number of parts, each a multiple of 128 columns unless it is the only one.
-        sending: Sends the result to other ranks too; for weights that `can_send`.
     """
     out = x.new_empty((x.shape[0], weight.shape[0]))
     if out.numel():
-        _multiply_tiled(x, weight, bias, out, parts, sending)
+        _multiply_tiled(x, weight, bias, out, parts)
     return out
-
-
-def can_send(weight: torch.Tensor) -> bool:
-    """Returns whether `multiply_parts` can send its result to other ranks."""
-    return is_hopper(weight.device) and weight.shape[1] % 8 == 0
 
 
 def _multiply_skinny(
@@ -174,13 +161,12 @@ def _multiply_tiled(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     summed: int = 1,
-    sending: Sending | None = None,
 ) -> None:
     from foredraft.layers import exact_gemm_kernels as kernels
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     uses_engine = is_hopper(x.device) and inputs % 8 == 0
-    tile = _tile(rows, outputs, x.device) if uses_engine else (64, 64, 64, 4, 3)
+    tile = _tile(rows, summed) if uses_engine else (64, 64, 64, 4, 3)
     block_m, block_n, block_k, warps, stages = tile
     programs = -(-rows // block_m) * -(-outputs // block_n)
     settings = {
@@ -197,19 +183,15 @@ def _multiply_tiled(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     parts = out.shape[0] if out.dim() == 3 else 1
-    rooms, rank, ranks = ((out,), (out,), out), 0, 1
-    if sending is not None:
-        exchange = sending.exchange
-        rooms, rank, ranks = exchange.exchange_arguments[:3], exchange.rank, exchange.size
     kernels.multiply_blocks[(programs, parts)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [block_n, block_k]),
-        added, out, *rooms, rows, outputs, inputs // max(parts, summed), PARTS=out.dim() == 3,
-        SUMMED=summed, RANK=rank, RANKS=ranks, **settings,
+        added, out, rows, outputs, inputs // max(parts, summed), PARTS=out.dim() == 3,
+        SUMMED=summed, **settings,
     )  # fmt: skip
 
 
-def _tile(rows: int, outputs: int, device: torch.device) -> tuple[int, int, int, int, int]:
+def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
     """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
     the matrices of Llama-3.1-8B, whole and shared by two ranks.
     """
@@ -217,11 +199,8 @@ def _tile(rows: int, outputs: int, device: torch.device) -> tuple[int, int, int,
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
-    if rows > _SUMMED_ROWS:
-        units, row_blocks = compute_units(device), -(-rows // 128)
-        narrow, wide = (-(-row_blocks * -(-outputs // n) // units) for n in (128, 256))
-        if wide * _WIDE_TIME <= narrow:
-            return 128, 256, 64, 8, 4
+    if rows > _SUMMED_ROWS and summed > 1:
+        return 128, 256, 64, 8, 4
     return 128, 128, 64, 8, 4
 
 

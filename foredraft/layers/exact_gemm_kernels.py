@@ -6,8 +6,6 @@
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import send_tile
-
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_tiles(
@@ -56,15 +54,15 @@ def multiply_tiles(
 
 @triton.jit(do_not_specialize=["rows"])
 def multiply_blocks(
-    x_blocks, w_blocks, bias_ptr, out_ptr, rooms, flags, counts, rows, outputs, share,
+    x_blocks, w_blocks, bias_ptr, out_ptr, rows, outputs, share,
     HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, SUMMED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `multiply_tiles` from tensor descriptors.
 
     Hopper's copy engine reads them, with zeros beyond their ends. With PARTS, program (i, j) adds
     up only `share` columns, into out[j]. Otherwise a program adds up SUMMED times `share` columns,
-    and then the sums. With several RANKS it sends the others its tile, see `send_tile`.
+    and then the sums.
     """
     program = tl.program_id(0)
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(outputs, BLOCK_N)
@@ -77,9 +75,6 @@ def multiply_blocks(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    sent = 0
-    if RANKS > 1:
-        sent = tl.load(counts)
     for part in range(SUMMED):
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(part * share, (part + 1) * share, BLOCK_K):
@@ -92,9 +87,6 @@ def multiply_blocks(
         total += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     if PARTS:
         out_ptr += tl.program_id(1).to(tl.int64) * rows * outputs
-    at = m.to(tl.int64)[:, None] * outputs + n[None, :]
+    out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
     wanted = (m < rows)[:, None] & (n < outputs)[None, :]
-    tile = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, tile, mask=wanted)
-    if RANKS > 1:
-        send_tile(tile, at, wanted, sent, rooms, flags, counts, RANK, RANKS)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=wanted)

@@ -15,7 +15,6 @@ from foredraft.kernel_launch import no_collection, times_on_gpu
 from foredraft.layers import exact_gemm
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.padded_rows import proven_size, with_more
-from foredraft.parallel.peer_rows import SentRows
 
 logger = logging.getLogger(__name__)
 
@@ -140,18 +139,6 @@ class ExactMethod(LinearMethod):
     def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         return self._in_parts(x, linear.weight, linear.bias)
-
-    def apply_sent(self, linear: Linear, x: torch.Tensor) -> SentRows | None:
-        """See LinearMethod."""
-        weight, num_rows = linear.weight, x.shape[0]
-        parts = exact_gemm.num_parts(weight, linear.bias)
-        if not exact_gemm.can_send(weight):
-            return None
-        sending = linear.group.sending_for(num_rows, weight.shape[0], weight.dtype)
-        if sending is None:
-            return None
-        out = exact_gemm.multiply_parts(x, weight, linear.bias, parts, sending)
-        return SentRows(out, sending)
 
     def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
         """See LinearMethod."""

@@ -15,7 +15,6 @@ from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.padded_rows import new_rows
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import Exchange, constants_of
-from foredraft.parallel.peer_rows import Sending
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -75,8 +74,6 @@ def add_norm(
     copy: torch.Tensor | None = None,
     group: Group = SINGLE,
     reader: LinearMethod | None = None,
-    *,
-    sending: Sending | None = None,
 ) -> Normed:
     """Adds delta to the stream in place, and normalises the sum.
 
@@ -88,13 +85,12 @@ def add_norm(
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
         reader: Method of the layer that reads the result first, None if there is none. Rows are
             rounded for it, but not sums of several ranks.
-        sending: What the product needed that has sent delta to the other ranks; None if none has.
     """
     out = new_rows(stream, *stream.shape)
     post_weight, post_eps = post if post is not None else (None, 0.0)
     weights = post_weight, post_eps, weight, eps
     if group.size > 1:
-        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group, sending)
+        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
         return Normed(out)
     rounded = _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
     return Normed(out, rounded)
@@ -111,33 +107,29 @@ def _norm_of_ranks(
     out: torch.Tensor,
     copy: torch.Tensor | None,
     group: Group,
-    sending: Sending | None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
     num_rows, size = out.shape
     if not num_rows:
         return
-    block, programs, gathered = power_of_two(size), num_rows, x
+    block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    memory = None if sending is not None else group.memory_for(num_rows, size, x.dtype)
-    if sending is not None:
-        exchange, gathered = sending
-    elif memory is not None:
-        programs = min(num_rows, memory.num_programs)
-        exchange = memory.exchange(programs, size, x.dtype)
-    else:
+    gathered, programs = x, num_rows
+    if memory is None:
         exchange = Exchange((x,), (x,), x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
+    else:
+        programs = min(num_rows, memory.num_programs)
+        exchange = memory.exchange(programs, size, x.dtype)
     triton_kernels.norm_of_ranks[(programs,)](
         x, parts, weight if post_weight is None else post_weight, weight, out,
         x if copy is None else copy, gathered, *exchange.exchange_arguments,
         x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-        0 if copy is None else copy.stride(0), gathered.stride(0), num_rows, size, eps, post_eps,
+        0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
         BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-        SENDS=memory is not None, AWAITS=sending is not None, FULL=full_precision,
-        num_warps=min(16, max(1, block // 512)),
+        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
         **constants_of(exchange), **overlapped(x.device),
     )  # fmt: skip
 

@@ -15,7 +15,6 @@ from foredraft.cpu import _kernels
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_rows import Sending
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -77,11 +76,9 @@ def add_norm(
     group: Group = SINGLE,
     reader: LinearMethod | None = None,
     kernel: int = 0,
-    *,
-    sending: Sending | None = None,
 ) -> Normed:
     """Adds delta [rows, size] to the stream in place, and normalises the sum; see
-    `fused.add_norm`. Nothing is rounded, and no product sends its result.
+    `fused.add_norm`. Nothing is rounded.
     """
     if group.size > 1:
         delta = group.all_reduce(delta)

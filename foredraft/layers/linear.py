@@ -12,7 +12,6 @@ from foredraft.layers import cpu_products, skinny_gemm
 from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group, share
-from foredraft.parallel.peer_rows import SentRows
 
 Split = Literal["none", "outputs", "inputs"]
 # Returns the method of a layer that holds the named matrices; None for plain weights.
@@ -116,12 +115,6 @@ class LinearMethod(ABC):
         Where parts are faster, returns them as float32 [parts, num_rows, num_outputs].
         """
         return self.apply(linear, x)
-
-    def apply_sent(self, linear: "Linear", x: torch.Tensor) -> SentRows | None:
-        """Computes what this rank adds to y, and sends it to the others; None without a kernel for
-        it.
-        """
-        return None
 
     def apply_gated(self, linear: "Linear", x: torch.Tensor) -> torch.Tensor | None:
         """Computes silu(first half of the outputs) * second half; None without a kernel for it."""
@@ -257,11 +250,6 @@ class Linear(nn.Module):
         if rounded is not None:
             return self.method.apply_rounded(self, x, rounded)
         return self.method.apply_deferred(self, x)
-
-    def summed_later(self, x: torch.Tensor) -> torch.Tensor | SentRows:
-        """Computes y as `deferred` does, or sends what this rank adds to it to the others."""
-        sent = self.method.apply_sent(self, x) if self._adds_up else None
-        return self.deferred(x) if sent is None else sent
 
     def gated(self, x: torch.Tensor, rounded: RoundedRows | None = None) -> torch.Tensor | None:
         """Computes silu(first half of the outputs) * second half; None without a kernel for it.

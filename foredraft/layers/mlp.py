@@ -66,19 +66,11 @@ class GatedMLP(nn.Module):
             later: Whether the result may be the parts of `Linear.deferred`.
             rounded: See `Linear.deferred`.
         """
-        inner = self.inner(x, rounded)
-        return self.down.deferred(inner) if later else self.down(inner)
-
-    def inner(self, x: torch.Tensor, rounded: RoundedRows | None = None) -> torch.Tensor:
-        """Computes what `down` reads, [num_rows, hidden] -> [num_rows, its inputs].
-
-        Args:
-            rounded: See `Linear.deferred`.
-        """
+        down = self.down.deferred if later else self.down
         inner = self.gate_up.gated(x, rounded) if self._kind == "silu" else None
         if inner is not None:
-            return inner
+            return down(inner)
         both = self.gate_up(x) if rounded is None else self.gate_up.deferred(x, rounded)
         if (kernels := kernels_for(both)) is not None:
-            return kernels.gated(both, self._kind)
-        return self._activation(both[:, : self._size]).mul_(both[:, self._size :])
+            return down(kernels.gated(both, self._kind))
+        return down(self._activation(both[:, : self._size]).mul_(both[:, self._size :]))

@@ -9,7 +9,6 @@ from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_rows import SentRows
 
 
 class RMSNorm(nn.Module):
@@ -82,7 +81,7 @@ class RMSNorm(nn.Module):
     def add(
         self,
         stream: torch.Tensor,
-        delta: torch.Tensor | SentRows,
+        delta: torch.Tensor,
         post: "RMSNorm | None" = None,
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
@@ -93,15 +92,13 @@ class RMSNorm(nn.Module):
 
         Args:
             stream: [num_rows, size].
-            delta: [num_rows, size], or what `Linear.summed_later` gives.
+            delta: [num_rows, size], or the parts that `Linear.deferred` gives.
             copy: Second place for the sum; may be a part of wider rows.
             group: Ranks whose deltas are added up first.
             reader: Layer that reads the norm first. On a GPU its method decides whether the rows
                 are rounded to 8-bit floats at once, and when it may start.
         """
-        weight, sending = self.weight, None
-        if isinstance(delta, SentRows):
-            delta, sending = delta
+        weight = self.weight
         post_weight = None if post is None else post.weight
         if (kernels := kernels_for(stream, weight, delta, post_weight, copy)) is not None:
             first = None if post is None else (post.weight, post.eps)
@@ -115,7 +112,6 @@ class RMSNorm(nn.Module):
                 copy,
                 group,
                 None if reader is None else reader.method,
-                sending=sending,
             )
         if group.size > 1:
             delta = group.all_reduce(delta)

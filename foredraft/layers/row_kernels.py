@@ -8,7 +8,6 @@ from foredraft.layers import fused, fused_cpu
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_rows import Sending
 
 
 class RowKernels(Protocol):
@@ -44,8 +43,6 @@ class RowKernels(Protocol):
         copy: torch.Tensor | None = None,
         group: Group = SINGLE,
         reader: LinearMethod | None = None,
-        *,
-        sending: Sending | None = None,
     ) -> Normed: ...
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, factor: float

@@ -6,7 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import await_tiles, finish, newest, sum_of_ranks
+from foredraft.parallel.exchange_kernels import finish, newest, sum_of_ranks
 
 
 @triton.jit
@@ -96,14 +96,13 @@ def norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_of_ranks(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
-    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, rank_stride, num_rows, size, eps, post_eps,
+    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
-    AWAITS: tl.constexpr, FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas: exchanged here
-    with SENDS, else the others' [RANKS, num_rows, size] at gathered_ptr, with AWAITS once they have
-    sent them.
+    with SENDS, else all ranks' [RANKS, num_rows, size] at gathered_ptr.
 
     A program takes one row after the other, so that some are on their way while others are added
     up.
@@ -120,8 +119,6 @@ def norm_of_ranks(
         tl.extra.cuda.gdc_launch_dependents()
     if SENDS:
         count = newest(counts)
-    if AWAITS:
-        await_tiles(flags, counts, lost, patience, RANK, RANKS)
     for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         delta_at = delta_ptr + row * delta_stride + columns
@@ -138,13 +135,11 @@ def norm_of_ranks(
             )
         else:
             at = gathered_ptr + row * size + columns
-            stride = tl.cast(rank_stride, tl.int64)
+            stride = tl.cast(num_rows, tl.int64) * size
             total = own.to(tl.float32)
             for rank in tl.static_range(RANKS):
-                there = own.to(tl.float32)
-                if rank != RANK:
-                    there = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
-                total = there if rank == 0 else total + there
+                part = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
+                total = part if rank == 0 else total + part
         x = _added(x, total.to(dtype), post, size, post_eps, POST, FULL)
         tl.store(x_at, x, mask=is_column)
         if COPIES:

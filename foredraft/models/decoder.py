@@ -89,7 +89,7 @@ class DecoderLayer(nn.Module):
         layer: int,
         batch: Batch,
         kv: PagedKV,
-        backend: AttentionBackend,
+        attention: AttentionBackend,
         plan: object,
         next_norm: RMSNorm,
         next_reader: Linear | None,
@@ -106,18 +106,17 @@ class DecoderLayer(nn.Module):
             next_reader: Layer that reads the result first; None for none that gains from it.
             copy: Second place for the stream after this layer, or None.
         """
-        own, group = (angles, layer, batch, kv, backend, plan), self._group
-        attention, mlp = self.attention, self.mlp
+        own, group = (angles, layer, batch, kv, attention, plan), self._group
         # No name keeps attention's result: its memory is free for the MLP.
         x = self.mlp_norm.add(
             stream,
-            attention.output.summed_later(attention.attended(x.rows, *own, x.rounded)),
+            self.attention(x.rows, *own, later=True, rounded=x.rounded),
             self.attention_post_norm,
             None,
             group,
-            mlp.gate_up,
+            self.mlp.gate_up,
         )
-        delta = mlp.down.summed_later(mlp.inner(x.rows, x.rounded))
+        delta = self.mlp(x.rows, later=True, rounded=x.rounded)
         return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
 
     def targets(self, prefix: str) -> dict[str, Target]:

@@ -2,10 +2,10 @@
 write to the others' memory.
 
 Each program sends a block to all other ranks and then waits for theirs, once or for several blocks
-one after the other. A program has two places for blocks, which it uses in turn: a rank that sends
-the next block but one has the answer to the next one, so every rank has read this one. Few blocks
-travel as words that hold the block's number beside their data, so that no rank waits until a block
-has arrived before it says so; many would take twice the bytes, and a flag follows each of them.
+one after the other. A program has two places for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the
+next one, so every rank has read this one. Few blocks travel as words that hold the block's number
+beside their data, so that no rank waits until a block has arrived before it says so; many would
+take twice the bytes, and a flag follows each of them.
 """
 
 # mypy: ignore-errors
@@ -222,41 +222,3 @@ def exchange(
             elif rank == 0:
                 tl.store(out_ptr, part, mask=is_there)
     finish(counts, count)
-
-
-@triton.jit
-def send_tile(
-    tile, at, is_there, sent, rooms, flags, counts, RANK: tl.constexpr, RANKS: tl.constexpr
-):  # fmt: skip
-    """Sends a tile of a result to the other ranks; every program of a launch sends one.
-
-    Args:
-        at: Where the elements of the tile are in the result, and in a room.
-        sent: Number of tiles that this rank had sent before this launch: what `counts` held.
-        rooms: For each rank, its memory for this rank's result.
-        flags: For each rank, int32 [RANKS], how many tiles each sender has sent.
-        counts: int32 [1], how many tiles this rank has sent.
-    """
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            tl.store(rooms[rank] + at, tile, mask=is_there)
-    tl.debug_barrier()
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            tl.atomic_add(flags[rank] + RANK, 1, sem="release", scope="sys")
-    if tl.program_id(0) == 0:
-        tl.store(counts, sent + tl.num_programs(0))
-
-
-@triton.jit
-def await_tiles(flags, counts, lost, patience, RANK: tl.constexpr, RANKS: tl.constexpr):
-    """Waits until the other ranks have sent as many tiles as this one; see `send_tile`."""
-    count = tl.load(counts)
-    for rank in tl.static_range(RANKS):
-        if rank != RANK:
-            polls = 0
-            seen = tl.atomic_add(flags[RANK] + rank, 0, sem="acquire", scope="sys")
-            while seen - count < 0:  # also where the numbers wrap around
-                polls = _waited(polls, patience, lost, rank)
-                seen = tl.atomic_add(flags[RANK] + rank, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()

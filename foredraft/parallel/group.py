@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 
 from foredraft.parallel.peer_memory import PeerMemory
-from foredraft.parallel.peer_rows import Sending
 
 
 class Group(Protocol):
@@ -45,11 +44,6 @@ class Group(Protocol):
         collective; None where rows must be gathered.
         """
 
-    def sending_for(self, num_rows: int, size: int, dtype: torch.dtype) -> Sending | None:
-        """Returns what a product needs that is to send its rows [num_rows, size] to the other
-        ranks, as the next collective; None where it is not to.
-        """
-
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -75,10 +69,6 @@ class SingleRank:
         return x[None]
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
-        """See Group."""
-        return None
-
-    def sending_for(self, num_rows: int, size: int, dtype: torch.dtype) -> Sending | None:
         """See Group."""
         return None
 

@@ -24,12 +24,6 @@ PATIENCE = 1 << 24
 EAGER_PATIENCE = 1 << 27
 
 
-def patience(device: torch.device) -> int:
-    """Returns the number of polls after which a rank is taken for lost."""
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return PATIENCE if is_captured else EAGER_PATIENCE
-
-
 def num_bytes(size: int, num_programs: int = PROGRAMS) -> int:
     """Returns the bytes that each of `size` ranks needs."""
     words = min(num_programs, WORD_PROGRAMS) * 2 * (ROOM_BYTES // _PER_WORD * _WORD_BYTES)
@@ -122,12 +116,13 @@ class PeerMemory:
         fits = num_blocks <= self._num_words and length % 8 == 0
         uses_words = fits and dtype.itemsize in (2, 4)
         places = self._words if uses_words else self._typed(dtype)
+        is_captured = places[self.rank].is_cuda and torch.cuda.is_current_stream_capturing()
         return Exchange(
             places,
             self._flags,
             self._counts,
             self.lost,
-            patience(places[self.rank].device),
+            PATIENCE if is_captured else EAGER_PATIENCE,
             ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
             self._num_words if uses_words else self.num_programs,
             uses_words,

@@ -1,8 +1,8 @@
 """Lists the forwards that a GPU runs at start, so that no kernel is compiled during a step.
 
 They cover forwards outside of graphs. Under `few_variants` most kernels are the same for all of
-them; kernels of attention depend on the numbers of rows and keys, exact products of many rows on
-their number.
+them; kernels of attention depend on the numbers of rows and keys, exact products on whether the
+rows are many.
 """
 
 from collections.abc import Hashable, Iterator
@@ -13,7 +13,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 from foredraft.trees.draft_tree import DraftTree
 
-MANY_ROWS = 1025  # from which on the number of rows selects tiles, see `exact_gemm`
+MANY_ROWS = 1025  # from which on exact products take larger tiles, see `exact_gemm`
 LARGER_TILES = 256  # rows times query heads of a KV head, above which attention's tiles are larger
 
 
@@ -85,8 +85,8 @@ def forwards_to_run(
             kept.append(shape.rows(kv.page_size))
     num_rows, most_rows = attention.prompt_rows(group_size, kv), min(reach.num_rows, reach.num_keys)
     if num_rows is not None and num_rows <= most_rows:
-        counts = {max(num_rows, min(MANY_ROWS, most_rows)), most_rows}
-        kept.extend(ForwardShape(count, count).rows(kv.page_size) for count in sorted(counts))
+        num_rows = max(num_rows, min(MANY_ROWS, most_rows))
+        kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
     return kept
 
 

@@ -8,7 +8,6 @@ import torch
 from foredraft.layers import fused
 from foredraft.parallel import peer_memory
 from foredraft.parallel.peer_memory import PeerMemory, num_bytes
-from foredraft.parallel.peer_rows import PeerRows
 from testing.triton_compiled import SHARED, Recorder
 from testing.triton_device import INTERPRETED
 
@@ -27,8 +26,6 @@ class LastRank:
         memories = [torch.zeros(num_bytes(size), dtype=torch.uint8) for _ in range(size)]
         self.rank, self.size = size - 1, size
         self.memory = PeerMemory(self.rank, memories)
-        rooms = [torch.zeros(4096 + (1 << 20), dtype=torch.uint8) for _ in range(size)]
-        self.rows = PeerRows(self.rank, rooms, self.memory.lost)
         self.shares = True
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
@@ -66,8 +63,6 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
             group.shares = shares
             for delta in (x, torch.zeros(2, 4, 4096)):
                 fused.add_norm(x.clone(), delta, weight, 1e-5, False, None, None, group)
-        sending = group.rows.next(dtype)
-        fused.add_norm(x.clone(), x, weight, 1e-5, False, None, None, group, sending=sending)
     group.memory.first(torch.zeros(40, dtype=torch.int32))
     group.memory.first(torch.zeros(40, dtype=torch.int64))
     for recorder in recorders:

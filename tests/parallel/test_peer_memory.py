@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from foredraft.layers import exact_gemm, fused
+from foredraft.layers import fused
 from foredraft.models.loader import load_model
 from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import PROGRAMS, WORD_PROGRAMS, PeerMemory, num_bytes
-from foredraft.parallel.peer_rows import PeerRows
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
@@ -24,7 +23,6 @@ from verify_service.executor.ranks.group import ProcessGroup
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
-ROOMS = 4096 + 6 * 2400 * 4  # bytes of their memory for rows
 # More rows than travel as words, and so many that each program exchanges several.
 MANY_ROWS = (3 * NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, 3 * PROGRAMS + 3)
 pytestmark = [
@@ -38,7 +36,7 @@ DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, tor
 
 
 def shared_memories(size: int) -> list[torch.Tensor]:
-    length = num_bytes(size, NUM_PROGRAMS) + ROOMS
+    length = num_bytes(size, NUM_PROGRAMS)
     return [torch.zeros(length, dtype=torch.uint8).share_memory_() for _ in range(size)]
 
 
@@ -47,8 +45,7 @@ class InterpretedGroup(ProcessGroup):
 
     def __init__(self, group: ProcessGroup, memories: list[torch.Tensor]) -> None:
         super().__init__(group.rank, group.size, group._group, NoLog())
-        blocks = [memory[: num_bytes(group.size, NUM_PROGRAMS)] for memory in memories]
-        self.memory = PeerMemory(group.rank, blocks, NUM_PROGRAMS)
+        self.memory = PeerMemory(group.rank, memories, NUM_PROGRAMS)
         self.shares = True
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
@@ -132,82 +129,6 @@ def look_up(group: Group, device: torch.device) -> None:
             assert torch.equal(found.cpu(), table[tokens])
 
 
-def sent_rows(rows: PeerRows, group: Group, device: torch.device) -> None:
-    """The norm of a sum whose rows a kernel has sent before, many times over."""
-    from testing import sending_kernel
-
-    for turn in range(7 if INTERPRETED else 200):
-        dtype = DTYPES[turn % len(DTYPES)]
-        num_rows, size = [(5, 200), (3, 100), (9, 64)][turn % 3]
-        deltas = [random(num_rows, size, seed=9 * turn + rank) for rank in range(group.size)]
-        delta = deltas[group.rank].to(dtype).to(device)
-        stream = random(num_rows, size, seed=turn, dtype=dtype).to(device)
-        weight, want = torch.ones(size, dtype=dtype, device=device), stream.clone()
-        total = deltas[0].to(dtype).float()
-        for other in deltas[1:]:
-            total = total + other.to(dtype).float()
-        sending = rows.next(dtype)
-        sending_kernel.send[(-(-delta.numel() // 128),)](
-            delta, *sending.exchange.exchange_arguments[:3], delta.numel(), BLOCK=128,
-            RANK=group.rank, RANKS=group.size,
-        )  # fmt: skip
-        found = fused.add_norm(stream, delta, weight, 1e-5, False, group=group, sending=sending)
-        normed = fused.add_norm(want, total.to(dtype).to(device), weight, 1e-5, False)
-        assert torch.equal(stream, want)
-        torch.testing.assert_close(found.rows, normed.rows, rtol=0.02, atol=0.02)
-
-
-def products_that_send(group: Group, device: torch.device) -> None:
-    """Sums of products whose kernels send their tiles to the other rank, one after the other and as
-    a graph: those of both products computed here.
-    """
-    size, inputs, dtype = 4096, 2048, torch.bfloat16
-    norm_weight = random(size, seed=1, dtype=dtype).to(device)
-    weights = [random(size, inputs, seed=2 + rank, dtype=dtype).to(device) for rank in range(2)]
-    for num_rows in (129, 700, 1500, 4001):
-        stream = random(num_rows, size, seed=4, dtype=dtype).to(device)
-        inner = [
-            [
-                random(num_rows, inputs, seed=10 * turn + rank, dtype=dtype).to(device)
-                for rank in range(2)
-            ]
-            for turn in range(4)
-        ]
-
-        def summed(stream: torch.Tensor) -> torch.Tensor:
-            for both in inner:  # noqa: B023
-                sending = group.sending_for(num_rows, size, dtype)  # noqa: B023
-                assert sending is not None
-                own = both[group.rank], weights[group.rank]
-                delta = exact_gemm.multiply_parts(*own, None, 2, sending)
-                weight = norm_weight
-                normed = fused.add_norm(
-                    stream, delta, weight, 1e-5, False, group=group, sending=sending
-                )
-            return normed.rows
-
-        want = stream.clone()
-        for both in inner:
-            first, second = (
-                exact_gemm.multiply_parts(x, weight, None, 2)
-                for x, weight in zip(both, weights, strict=True)
-            )
-            total = (first.float() + second.float()).to(dtype)
-            result = fused.add_norm(want, total, norm_weight, 1e-5, False).rows
-        for _ in range(5):
-            found = stream.clone()
-            assert torch.equal(summed(found), result)
-            assert torch.equal(found, want)
-        graph, found = torch.cuda.CUDAGraph(), stream.clone()
-        with torch.cuda.graph(graph):
-            normed = summed(found)
-        for _ in range(30):
-            found.copy_(stream)
-            graph.replay()
-        assert torch.equal(normed, result)
-        assert torch.equal(found, want)
-
-
 def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
     cpu = torch.device("cpu")
     own = InterpretedGroup(group, memories)
@@ -220,8 +141,6 @@ def interpreted(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
     both_ways(own, cpu, Switch([True]))
     own.shares = True
     look_up(own, cpu)
-    rooms = [memory[-ROOMS:] for memory in memories]
-    sent_rows(PeerRows(own.rank, rooms, own.memory.lost), own, cpu)
 
 
 def on_card(rank: int, meeting: str) -> None:
@@ -245,9 +164,6 @@ def on_card(rank: int, meeting: str) -> None:
     both_ways(group, device, Switch([True]))
     group._memory = memory
     look_up(group, device)
-    assert group._rows is not None
-    sent_rows(group._rows, group, device)
-    products_that_send(group, device)
     # More rows than there are blocks are gathered.
     x = random(600, 4096, seed=rank).to(device)
     total = random(600, 4096, seed=0) + random(600, 4096, seed=1)

@@ -176,9 +176,10 @@ def step_with_prompts(
                 num_splits=splits_for(sequences, num_prompt, kv, num_keys, model.group_size),
             )
             tokens, slots = ints(rows, dtype=torch.int64), ints(rows, dtype=torch.int64)
-            batch = Batch(tokens, plan.positions, slots, (), plan=plan)
-            # Logits are another part of the plan.
-            return model.states(batch, kv, attention, range(limits.num_captured))
+            batch = Batch(
+                tokens, plan.positions, slots, (), logit_rows=tokens[: max(1, decode)], plan=plan
+            )
+            return model.forward(batch, kv, attention, range(limits.num_captured))
 
     return run
 

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foredraft.parallel import peer_memory, peer_rows
-from foredraft.parallel.peer_memory import PeerMemory
-from foredraft.parallel.peer_rows import PeerRows, Sending
+from foredraft.parallel.peer_memory import PeerMemory, num_bytes
 from foredraft.transport import cuda
 from verify_service.executor.ranks.group import COLLECTIVE_SECONDS, CollectiveLog, ProcessGroup
 
@@ -28,7 +26,6 @@ class CudaGroup(ProcessGroup):
     Args:
         memory: Memory that the ranks exchange small blocks through; None where they cannot reach
             each other's.
-        rows: Memory that they exchange many rows through, likewise.
         mappings: Mappings of the other ranks' memory.
     """
 
@@ -39,11 +36,10 @@ class CudaGroup(ProcessGroup):
         group: Any,
         log: CollectiveLog,
         memory: PeerMemory | None,
-        rows: PeerRows | None = None,
         mappings: Sequence[cuda.Mapping] = (),
     ) -> None:
         super().__init__(rank, size, group, log)
-        self._memory, self._rows, self._mappings = memory, rows, mappings
+        self._memory, self._mappings = memory, mappings
 
     @classmethod
     def join(
@@ -59,8 +55,8 @@ class CudaGroup(ProcessGroup):
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             device_id=torch.device("cuda", rank),
         )
-        memory, rows, mappings = _peer_memory(rank, size, store)
-        return cls(rank, size, dist.group.WORLD, log, memory, rows, mappings)
+        memory, mappings = _peer_memory(rank, size, store)
+        return cls(rank, size, dist.group.WORLD, log, memory, mappings)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
@@ -100,13 +96,6 @@ class CudaGroup(ProcessGroup):
         self._log.begin()
         return self._memory
 
-    def sending_for(self, num_rows: int, size: int, dtype: torch.dtype) -> Sending | None:
-        """See Group."""
-        if self._rows is None or not self._rows.takes(num_rows, size, dtype):
-            return None
-        self._log.begin()
-        return self._rows.next(dtype)
-
     @property
     def lost_rank(self) -> int | None:
         """See ProcessGroup."""
@@ -119,39 +108,35 @@ class CudaGroup(ProcessGroup):
         torch.cuda.synchronize()
         for mapping in self._mappings:
             mapping.close()
-        self._memory, self._rows, self._mappings = None, None, ()
+        self._memory, self._mappings = None, ()
         dist.destroy_process_group()
 
 
 def _peer_memory(
     rank: int, size: int, store: Any
-) -> tuple[PeerMemory | None, PeerRows | None, Sequence[cuda.Mapping]]:
+) -> tuple[PeerMemory | None, Sequence[cuda.Mapping]]:
     """Returns memory that all ranks can write, and its mappings; None where one of them cannot
     reach another's.
     """
     device = torch.device("cuda", rank)
     others = [other for other in range(size) if other != rank]
     reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
-    memories: list[torch.Tensor] = []
+    memory: PeerMemory | None = None
     mappings: list[cuda.Mapping] = []
     if _all(reaches, device):
-        memories, mappings = _shared_memory(rank, size, store)
-    if _all(bool(memories), device):  # nobody writes before all have cleared theirs
-        first = peer_memory.num_bytes(size)
-        memory = PeerMemory(rank, [one[:first] for one in memories])
-        return memory, PeerRows(rank, [one[first:] for one in memories], memory.lost), mappings
+        memory, mappings = _shared_memory(rank, size, store)
+    if _all(memory is not None, device):  # nobody writes before all have cleared theirs
+        return memory, mappings
     for mapping in mappings:
         mapping.close()
     logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
-    return None, None, []
+    return None, []
 
 
 def _shared_memory(
     rank: int, size: int, store: Any
-) -> tuple[list[torch.Tensor], list[cuda.Mapping]]:
-    """Returns each rank's memory and the mappings of the others'; no memory if one has none."""
-    device = torch.device("cuda", rank)
-    length = peer_memory.num_bytes(size) + peer_rows.num_bytes(size)
+) -> tuple[PeerMemory | None, list[cuda.Mapping]]:
+    device, length = torch.device("cuda", rank), num_bytes(size)
     mappings: list[cuda.Mapping] = []
     memories: list[torch.Tensor] = []
     try:
@@ -169,8 +154,8 @@ def _shared_memory(
     except cuda.CudaError as error:
         logger.warning("no memory is shared with other cards: %s", error)
         store.set(f"{HANDLES}/{rank}", b"")  # others wait for it
-        return [], mappings
-    return memories, mappings
+        return None, mappings
+    return PeerMemory(rank, memories), mappings
 
 
 def _all(value: bool, device: torch.device) -> bool:

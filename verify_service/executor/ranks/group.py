@@ -8,7 +8,6 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from foredraft.parallel.peer_memory import PeerMemory
-from foredraft.parallel.peer_rows import Sending
 
 # Far longer than the watchdog takes to end a verifier; see `watchdog`.
 COLLECTIVE_SECONDS = 1800.0
@@ -97,10 +96,6 @@ class ProcessGroup:
         return parts
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
-        """See Group."""
-        return None
-
-    def sending_for(self, num_rows: int, size: int, dtype: torch.dtype) -> Sending | None:
         """See Group."""
         return None
 
