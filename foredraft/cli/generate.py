@@ -5,6 +5,7 @@ another colour.
 import argparse
 import contextlib
 import dataclasses
+import errno
 import ipaddress
 import json
 import os
@@ -82,6 +83,13 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         # Whoever read the text has seen enough; the interpreter must not try to flush what is left.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        text = f"foredraft generate: the text cannot be written: {error.strerror}"
+        console.print(Text(text, style="bold red"), soft_wrap=True)
+        return 1
     return 0
 
 

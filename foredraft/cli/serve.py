@@ -165,7 +165,9 @@ class Terminal:
         """Yields `update(text)`, which changes a line under the log; silent where no person
         looks.
         """
-        return self._console.status(what)
+        # rich writes a line feed elsewhere, too, which a full disk under a log refuses.
+        console = self._console if self._console.is_terminal else Console(quiet=True)
+        return console.status(what)
 
     def starting(self, states: list[ChildState]) -> str:
         """Returns the text of the progress line while services start."""

@@ -47,6 +47,22 @@ def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
     )
 
 
+def test_a_full_disk_under_the_text_is_told(server: str) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*COMMAND, f"--server={server}", "--max-tokens=5", "x"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "foredraft generate: the text cannot be written: No space left on device"
+    ]
+
+
 def in_terminal(*arguments: str) -> str:
     """Returns what a terminal shows of both streams."""
     ours, theirs = pty.openpty()

@@ -39,13 +39,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+def serving(
+    directory: Path, *flags: str, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "foredraft.cli.main", "serve", f"--model-path={directory}"]
     process = subprocess.Popen(
         [*command, *FLAGS, *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
     try:
@@ -184,6 +186,17 @@ def test_lines_for_nobody_end_no_thread(monkeypatch: pytest.MonkeyPatch) -> None
         with open(os.devnull, "w") as sink:
             os.dup2(sink.fileno(), writer)  # what is left can be written
     os.close(writer)
+
+
+def test_a_full_disk_under_the_log_stops_nothing(checkpoint: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with serving(checkpoint, stderr=full) as process:
+            assert complete(wait_until_ready(process)["HTTP"])
+            process.terminate()
+            assert process.wait(60) == 0
+    finally:
+        os.close(full)
 
 
 def test_a_name_that_the_terminal_cannot_show(monkeypatch: pytest.MonkeyPatch) -> None:
