@@ -91,6 +91,35 @@ def test_a_hundred_of_a_hundred_are_valid_and_equal_without_drafts(client: opena
     assert len({answer.choices[0].message.content for answer in drafted}) > 20
 
 
+def test_calls_or_a_schema_are_equal_without_drafts(client: openai.OpenAI) -> None:
+    asked: Any = {**FIXED, "messages": ASKED, "tools": [WEATHER], "response_format": FORMAT}
+    asked |= {"parallel_tool_calls": False}
+
+    def ask(seed: int, enabled: bool) -> Any:
+        extra = {"speculation": {"enabled": enabled}}
+        # This small model prefers calls: every second answer is made to begin with a brace.
+        bias = {"91": 100} if seed % 2 else {}
+        answer = client.chat.completions.create(
+            seed=seed, logit_bias=bias, extra_body=extra, **asked
+        )
+        message = answer.choices[0].message
+        calls: Any = message.tool_calls or []
+        return message.content, [(call.function.name, call.function.arguments) for call in calls]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        drafted = list(threads.map(ask, range(24), [True] * 24))
+        plain = list(threads.map(ask, range(24), [False] * 24))
+    assert drafted == plain
+    for content, calls in drafted:
+        assert bool(content) != bool(calls)
+        if content:
+            jsonschema.validate(json.loads(content), SCHEMA)
+        for _, arguments in calls:
+            parameters = WEATHER["function"]["parameters"]
+            jsonschema.validate(json.loads(arguments), parameters)
+    assert {bool(calls) for _, calls in drafted} == {True, False}
+
+
 def test_any_json_object(client: openai.OpenAI) -> None:
     # The end is asked for, since this small model knows none; what is left of the object is the
     # grammar's.
