@@ -25,8 +25,9 @@ def bind(server: grpc.aio.Server, where: Address, identity: Identity | None) -> 
     """
     if where.is_unix:
         _prepare_socket(Path(where.path))
-    # The socket is born with mode 0600; changing it afterwards would leave a moment in between.
-    old_mask = os.umask(0o177)
+    # The socket is born private; a change of its mode alone would leave a moment in between.
+    # Folders that other threads make meanwhile get the mask too, and stay usable.
+    old_mask = os.umask(0o077)
     try:
         if identity is None or where.is_unix:
             port = server.add_insecure_port(where.target)
@@ -36,7 +37,10 @@ def bind(server: grpc.aio.Server, where: Address, identity: Identity | None) -> 
         raise ConfigError(f"cannot listen on {where}: the address is in use or not ours") from error
     finally:
         os.umask(old_mask)
-    return where if where.is_unix else Address(host=where.host, port=port)
+    if where.is_unix:
+        os.chmod(where.path, 0o600)
+        return where
+    return Address(host=where.host, port=port)
 
 
 def _prepare_socket(path: Path) -> None:

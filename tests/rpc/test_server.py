@@ -246,6 +246,32 @@ def test_a_socket_is_private_and_goes_with_the_server(tmp_path: Path) -> None:
         os.umask(mask)
 
 
+def test_a_folder_that_another_thread_makes_meanwhile_can_be_entered(tmp_path: Path) -> None:
+    """An example is a cache that is made while the model loads."""
+    modes = []
+
+    class Listening:
+        def __init__(self, server: grpc.aio.Server) -> None:
+            self._server = server
+
+        def add_insecure_port(self, target: str) -> int:
+            thread = threading.Thread(target=(tmp_path / f"cache {len(modes)}").mkdir)
+            thread.start()
+            thread.join()
+            modes.append((tmp_path / f"cache {len(modes)}").stat().st_mode & 0o700)
+            return self._server.add_insecure_port(target)
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        for where in (Address(path=f"{tmp_path}/sock"), Address(host="127.0.0.1", port=0)):
+            listening.bind(Listening(server), where, None)  # type: ignore[arg-type]
+        await server.start()
+        await server.stop(0)
+
+    asyncio.run(main())
+    assert modes == [0o700, 0o700]
+
+
 def test_an_address_in_use_is_refused(listen: str) -> None:
     async def main() -> None:
         first = await start(listen, Draft())
