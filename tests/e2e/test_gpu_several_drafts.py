@@ -68,7 +68,7 @@ def test_whichever_drafts_the_texts_are_those_of_plain_decoding(
 
     def count_cut(self: HiddenStates, sequence: Sequence, start: int) -> Run:
         nonlocal num_cut
-        num_cut += self.run(sequence) is not None
+        num_cut += self.run_of(sequence) is not None
         return begin(self, sequence, start)
 
     monkeypatch.setattr(HiddenStates, "_begin", count_cut)

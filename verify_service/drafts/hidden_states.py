@@ -198,7 +198,7 @@ class HiddenStates:
             self._marks.clear(page)
         run.parts.clear()
 
-    def run(self, sequence: RequestSequence) -> Run | None:
+    def run_of(self, sequence: RequestSequence) -> Run | None:
         """Returns the run of a sequence; None where no rows are kept."""
         if self._steps.num_rows:  # checked first, since every step calls this several times
             self._settle()

@@ -51,7 +51,7 @@ class StepSync:
         messages, wire, hidden = self._messages, self._wire, self._hidden
         wanted = [one.sequence for one in requests if one.max_nodes]
         are_all_kept = hidden is None or all(
-            hidden.run(one.sequence) is not None for one in requests
+            hidden.run_of(one.sequence) is not None for one in requests
         )
         step = step._replace(
             are_requests_alone=all(map(messages.stands_alone, wanted)), all_are_kept=are_all_kept

@@ -106,7 +106,7 @@ class SyncMessages:
             is_known = synced.slot == sequence.slot
             is_close = is_known and len(sequence.tokens) - synced.num_tokens < PATIENCE
         else:
-            run = self._hidden.run(sequence)
+            run = self._hidden.run_of(sequence)
             is_known = run is not None and synced.run is run
             is_close = is_known and run is not None and run.end - synced.num_tokens < PATIENCE
         stands_alone = self.stands_alone(sequence)
@@ -120,7 +120,7 @@ class SyncMessages:
         if self._hidden is None:
             return True
         synced = self.synced(sequence)
-        is_new = synced.run is None or synced.run is not self._hidden.run(sequence)
+        is_new = synced.run is None or synced.run is not self._hidden.run_of(sequence)
         return not is_new or (sequence.num_cached == 0 and sequence.num_preemptions == 0)
 
     def can_follow(self, sequence: RequestSequence) -> bool:
@@ -131,7 +131,7 @@ class SyncMessages:
         if synced.slot != sequence.slot or synced.num_tokens != len(sequence.tokens):
             return False
         if self._hidden is not None:
-            return synced.run is not None and synced.run is self._hidden.run(sequence)
+            return synced.run is not None and synced.run is self._hidden.run_of(sequence)
         return sequence.pages_changed_for(self._number) >= synced.num_pages
 
     def on_device(
@@ -212,7 +212,7 @@ class SyncMessages:
 
         The tokens reach one further than the hidden states.
         """
-        synced, run = self.synced(sequence), hidden.run(sequence)
+        synced, run = self.synced(sequence), hidden.run_of(sequence)
         message = draft_pb2.SequenceStep(slot=sequence.slot or 0)
         if run is None:
             return message, 0

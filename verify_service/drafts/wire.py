@@ -83,7 +83,7 @@ class DraftWire:
             ArenaError: A row does not fit.
         """
         hidden, writer = self._hidden, self._writer
-        run = hidden.run(sequence) if hidden is not None else None
+        run = hidden.run_of(sequence) if hidden is not None else None
         if hidden is None or writer is None or run is None:
             self.add((message,))
             return

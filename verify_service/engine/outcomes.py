@@ -80,7 +80,7 @@ class Outcomes:
                 self._scheduler.finish(sequence, FinishReason.ERROR)
                 self.finish(sequence, FinishReason.ERROR, error)
 
-    def report(
+    def queue_prompt_logprobs(
         self, chunks: AnySequence[PrefillChunk], found: AnySequence[list[TokenLogprob]]
     ) -> None:
         """Queues the log-probabilities of prompt tokens that a step computed."""
@@ -100,7 +100,7 @@ class Outcomes:
             batch: Sequences that tokens were chosen for: decoding ones, then ends of prompts.
             result: Result of the step.
         """
-        self.report(plan.prefill, result.prompt_logprobs)
+        self.queue_prompt_logprobs(plan.prefill, result.prompt_logprobs)
         for chunk in plan.prefill:
             if not chunk.is_last:
                 self._scheduler.on_committed(chunk.seq, chunk.num_tokens)

@@ -42,7 +42,7 @@ class Twin:
 
     def state(self, sequence: Sequence) -> tuple[object, ...]:
         """All that a draft could be told of a sequence, and which of its pages it could use."""
-        run = self.hidden.run(sequence)
+        run = self.hidden.run_of(sequence)
         assert run is not None
         first = run.end - run.end % PAGE  # of what is always kept
         rows = run.rows(first).tolist() if run.end > first else []
@@ -53,7 +53,7 @@ class Twin:
 def assert_same(eager: Twin, late: Twin, sequences: list[Sequence]) -> None:
     for sequence in sequences:
         assert eager.state(sequence) == late.state(sequence)
-        one, other = eager.hidden.run(sequence), late.hidden.run(sequence)
+        one, other = eager.hidden.run_of(sequence), late.hidden.run_of(sequence)
         assert one is not None
         assert other is not None
         first = max(one.first, other.first)  # only whole pieces are dropped, and these differ
@@ -148,7 +148,7 @@ def test_rows_runs_and_marks_are_those_of_rows_given_at_once(seed: int) -> None:
         if rng.random() < 0.05 and running:  # the draft is told of one
             sequence = rng.choice(running)
             for hidden in both:
-                run = hidden.run(sequence)
+                run = hidden.run_of(sequence)
                 assert run is not None
                 hidden.sent(run)
             sequence.pages_seen_by(0)
@@ -181,7 +181,7 @@ def test_what_is_kept_is_bounded() -> None:
         sequence.num_computed = start + 1
         hidden.keep_step([sequence], [start], torch.zeros(1, 2))
         assert hidden.kept_bytes <= (70 + 97) * 2 * 4
-    run = hidden.run(sequence)
+    run = hidden.run_of(sequence)
     assert run is not None
     assert run.end == 300
     assert run.first > 100
@@ -203,7 +203,7 @@ def test_a_preempted_sequence_keeps_what_it_is_given_afterwards() -> None:
     sequence.status = Status.RUNNING
     starts = [PAGE, PAGE]
     hidden.keep_step([sequence, other], starts, rows_of([sequence, other], starts))
-    run, whole = hidden.run(sequence), hidden.run(other)
+    run, whole = hidden.run_of(sequence), hidden.run_of(other)
     assert run is not None
     assert whole is not None
     assert (run.start, run.end) == (PAGE, PAGE + 1)
@@ -225,7 +225,7 @@ def test_steps_whose_sequences_have_all_ended_are_forgotten() -> None:
             assert hidden._steps.num_rows <= 97
         assert not hidden._runs  # nobody's rows had to be put together
         if number == 9:
-            run = hidden.run(pair[0])
+            run = hidden.run_of(pair[0])
             assert run is not None
             assert torch.equal(run.rows(0), rows_of([pair[0]] * 20, [*range(20)]))
         for one in pair:
@@ -241,7 +241,7 @@ def test_nothing_stays_of_sequences_that_end() -> None:
     sequence.status, sequence.pages = Status.RUNNING, pool.allocate(20)
     for start in range(33):
         hidden.keep_step([sequence], [start], torch.zeros(1, 2))
-    run = hidden.run(sequence)
+    run = hidden.run_of(sequence)
     assert run is not None
     hidden.keep_step([sequence], [33], torch.zeros(1, 2))
     before = size_of(hidden)

@@ -167,7 +167,7 @@ def test_all_that_came_is_there_when_it_is_asked_for() -> None:
     hidden = made._drafts.each[0]._hidden  # type: ignore[attr-defined]
     assert hidden._runs == {}  # nobody has asked
     for sequence in made._scheduler.running:
-        run = hidden.run(sequence)
+        run = hidden.run_of(sequence)
         assert run is not None
         assert (run.first, run.end) == (0, sequence.num_computed)
         rows = run.rows(0)
