@@ -63,7 +63,7 @@ def test_an_engine_that_failed_stops_the_service() -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        (1, "cannot start: --max-total-tokens must be at least one page"),
+        (2, "cannot start: --max-total-tokens must be at least one page"),
         (10**13, "cannot start: no memory is left for the KV cache: --max-total-tokens 1000000"),
     ],
 )

@@ -160,8 +160,11 @@ class Acceptance:
         self.learn()
         self._free += [row for (number, _), row in history.tracks.items() if number == draft]
 
-    def pass_time(self, seconds: float) -> None:
-        """Lets evidence age by `seconds`."""
+    def pass_time(self, seconds: float, steps: float) -> None:
+        """Lets evidence age by `seconds`, and doubt by the number of plain steps that they hold:
+        stretches of a text that are hard to guess are so many tokens long.
+        """
+        self._doubt.odds *= math.exp(-steps / self._config.near_steps)
         self._unaged += seconds
         if self._unaged < self._config.look_seconds:
             return
@@ -169,7 +172,6 @@ class Acceptance:
         self._unaged = 0.0
         self._hits *= kept
         self._before *= kept
-        self._doubt.odds *= kept
         self._ratios.clear()
 
     def learn(self, most: int = 0) -> bool:

@@ -362,8 +362,9 @@ class Controller:
             beyond = any(self.has_trial) * costs.beyond(batch, step.rows, step.seconds + wait.lead)
             bank.plain(cost + passed, beyond)
             changes.suspended(cost, bank.step)
+        plain_steps = (cost + passed) / costs.plain(batch)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
-            acceptance.pass_time(cost + passed)
+            acceptance.pass_time(cost + passed, plain_steps)
             asking.pass_time(cost + passed)
 
     def interrupted(self, wait: Wait) -> None:

@@ -92,7 +92,7 @@ def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little
     low = acceptance.gains([0], [0])[0, 0]
     assert acceptance.gains([0], [0], True)[0, 0] == low  # enough was seen
     for _ in range(100):
-        acceptance.pass_time(1.0)
+        acceptance.pass_time(1.0, steps=100.0)
     assert acceptance.gains([0], [0])[0, 0] == pytest.approx(0.7, abs=0.01)
     assert acceptance.gains([0], [0], True)[0, 0] > 0.8
 

@@ -50,3 +50,16 @@ def test_doubted_estimates_are_lower_unless_optimism_is_paid_for() -> None:
     estimated = acceptance._estimates(rows, pools, 0.0).sum()
     assert acceptance.gains(rows, pools).sum() < 0.95 * estimated
     assert acceptance.gains(rows, pools, 1.0).sum() >= estimated
+
+
+def test_doubt_passes_with_the_tokens_of_a_hard_stretch_of_text_and_evidence_stays() -> None:
+    acceptance, history = Acceptance(SizeBins([1, 2, 3, 4, 5])), DraftHistory()
+    for right in [5, 3, 5, 1, 5, 5, 4, 5, 2, 5] * 3 + [0] * 3:
+        acceptance.record(history, 0, 5, range(right), 0)
+        acceptance.learn()
+    rows, pools = [acceptance.row(history, 0, 0)], [0]
+    estimated = acceptance._estimates(rows, pools, 0.0).sum()
+    acceptance.pass_time(1e-3, steps=1.0)
+    assert acceptance.gains(rows, pools).sum() < 0.95 * estimated
+    acceptance.pass_time(30e-3, steps=90.0)
+    assert acceptance.gains(rows, pools).sum() == pytest.approx(estimated, rel=0.02)
