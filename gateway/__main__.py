@@ -16,11 +16,12 @@ from foredraft.api.inference.v1.inference_pb2_grpc import add_InferenceServiceSe
 from foredraft.config.options import parse
 from foredraft.config.services import GatewayConfig
 from foredraft.errors import CheckpointError, ConfigError, ForedraftError
-from foredraft.rpc import lifetime
+from foredraft.rpc import address, lifetime
 from foredraft.rpc.server import RpcServer, Strangers, serve
 from foredraft.rpc.tls import Identity, public_identity, service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
+from gateway import discovery
 from gateway.app import make_app
 from gateway.figures import Figures
 from gateway.grpc_front import SERVICE_NAME, InferenceService
@@ -64,6 +65,7 @@ def main() -> int:
 
 async def _serve(config: GatewayConfig, num_files: int) -> int:
     config.check_hosts()
+    address.check("--verifier", [name.removeprefix(discovery.PREFIX) for name in config.verifier])
     gate = Gate(config)
     if not gate.asks_for_keys and not is_local(config.host):
         logger.warning("no API keys: whoever reaches %s may use it", config.host)

@@ -23,7 +23,7 @@ from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, with_tree_defaults
 from foredraft.errors import ForedraftError
 from foredraft.models.speculation import resolve
-from foredraft.rpc import lifetime
+from foredraft.rpc import address, lifetime
 from foredraft.rpc.server import RpcServer, serve
 from foredraft.rpc.tls import service_identity
 from foredraft.runner.compile_ahead import first_kernel
@@ -60,14 +60,16 @@ def main() -> int:
     config = parse(VerifyConfig, None, "python -m verify_service", DESCRIPTION)
     telemetry_logging.setup("verify", config.log_level, config.log_format)
     try:
-        config.draft_addresses()  # raises for wrong flags before anything is loaded
+        # These raise for wrong flags before anything is loaded.
+        address.check("--draft", config.draft_addresses().values())
+        address.check("--listen", [config.listen])
         nodes = config.nodes()
         if nodes.rank:
             return lifetime.run(lambda: _serve_further(config, nodes))
         tracing.setup("verify", config.otlp_traces_endpoint)
         on_cpu = device_for(config.device).type == "cpu"
         for one in each_draft(config):
-            resolve(one, on_cpu)  # likewise
+            resolve(one, on_cpu)
         resolved = resolve(config, on_cpu)
         return lifetime.run(lambda: _serve(resolved))
     except ForedraftError as error:

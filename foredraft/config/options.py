@@ -98,8 +98,11 @@ def convert(text: str, kind: type, name: str) -> Any:
     try:
         return kind(text)
     except ValueError:
+        hint = ""
+        if text.startswith("tcp://"):
+            hint = "; Kubernetes sets it for a Service of this name: enableServiceLinks: false"
         raise ConfigError(
-            f"{name}: {text!r} is not {'an' if kind is int else 'a'} {kind.__name__}"
+            f"{name}: {text!r} is not {'an' if kind is int else 'a'} {kind.__name__}{hint}"
         ) from None
 
 

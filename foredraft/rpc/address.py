@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from foredraft.errors import ConfigError
@@ -50,6 +51,15 @@ class Address:
         return self.target
 
 
+def check(flag: str, texts: Iterable[str]) -> None:
+    """Raises ConfigError, naming the flag, if one of its values is no address."""
+    for text in texts:
+        try:
+            parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+
 def parse(text: str) -> Address:
     """Reads `host:port`, `[::1]:port`, `:port` (this machine), `unix:/path` or `unix:///path`.
 
@@ -68,6 +78,8 @@ def parse(text: str) -> Address:
                 f"address {text!r}: a Unix socket's path has at most {_MAX_UNIX_PATH} bytes"
             )
         return Address(path=path)
+    if "://" in text:
+        raise ConfigError(f"address {text!r}: host:port is taken, without a scheme")
     host, colon, port_text = text.rpartition(":")
     if not colon or not (port_text.isascii() and port_text.isdigit()):
         raise ConfigError(f"address {text!r} is neither host:port nor unix:/path")

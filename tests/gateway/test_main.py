@@ -1,5 +1,7 @@
 """Tests the gateway's process: what it needs to start, and what it says where it cannot."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -42,6 +44,25 @@ def test_the_gateway_never_reaches_torch() -> None:
     python = sys.executable
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "status", "says"),
+    [
+        (["--verifier=nonsense"], {}, 1, "--verifier: address 'nonsense' is neither host:port"),
+        (["--verifier=http://a:1"], {}, 1, "--verifier: address 'http://a:1': host:port is taken"),
+        (["--verifier=dns:a"], {}, 1, "--verifier: address 'a' is neither host:port"),
+        ([], {"FOREDRAFT_PORT": "tcp://10.0.0.1:80"}, 2, "FOREDRAFT_PORT: .*enableServiceLinks"),
+    ],
+)
+def test_what_it_cannot_start_with_is_named(
+    flags: list[str], variables: dict[str, str], status: int, says: str
+) -> None:
+    command = [sys.executable, "-m", "gateway", *flags]
+    environment = {**os.environ, **variables}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == status
+    assert re.search(says, ended.stderr)
 
 
 def test_a_port_that_is_taken_is_all_that_is_told() -> None:

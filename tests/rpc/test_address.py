@@ -43,6 +43,7 @@ def test_a_relative_socket_path_is_made_absolute() -> None:
         "unix:",
         "unix:/" + "a" * 107,
         "localhost:\u0663",
+        "http://localhost:1",
     ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:

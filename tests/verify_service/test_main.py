@@ -92,3 +92,11 @@ def test_one_that_fails_to_start_ends_with_the_error(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert (result.stdout + result.stderr).splitlines()[-1] == "RuntimeError: a defect"
+
+
+@pytest.mark.parametrize("flag", ["--draft", "--listen"])
+def test_an_address_that_is_none_is_told_with_its_flag(flag: str) -> None:
+    command = [sys.executable, "-m", "verify_service", f"{flag}=http://127.0.0.1:1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert f"cannot start: {flag}: address 'http://127.0.0.1:1': host:port is taken" in ended.stderr
