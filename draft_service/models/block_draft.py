@@ -14,7 +14,6 @@ from draft_service.models.draft_head import DraftHead, HeadSpec, Pass
 from draft_service.models.markov import ConfidenceHead, MarkovHead
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
 from foredraft.layers.parameters import Target
 from foredraft.models.block_config import BlockOptions
@@ -49,17 +48,11 @@ class BlockDraft(DraftHead):
         self._layers = [self.make_layer(index, size) for index in range(layer.num_layers)]
         self._norms = [self.make_norm(size) for _ in self._layers]
         self.layers, self.norms = nn.ModuleList(self._layers), nn.ModuleList(self._norms)
-        vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
         self._context_keys: ContextKeys | None = None
-        self._own_lm_head = "lm_head.weight" in layout or (
-            vocab is not None and vocab != layer.vocab_size
-        )
-        if self._own_lm_head:
-            self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
-            self.token_map = None  # head_loader sets it
+        self._own_lm_head = self.make_lm_head()
         self.markov: MarkovHead | None = None
         if self.options.markov_rank:
-            columns = vocab if self._own_lm_head and vocab else layer.vocab_size
+            columns = self.lm_head.weight.shape[0] if self._own_lm_head else layer.vocab_size
             self.markov = MarkovHead(self.options, size, layer.vocab_size, columns, dtype, device)
         self.confidence: ConfidenceHead | None = None
         stored = layout.get("confidence_head.proj.weight")

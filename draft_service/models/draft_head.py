@@ -238,6 +238,21 @@ class DraftHead(nn.Module, ABC):
         shared weights are not included. A loader calls it once.
         """
 
+    def make_lm_head(self, is_tied: bool = False) -> bool:
+        """Creates an LM head of the head's own where it has one; returns whether it has.
+
+        Args:
+            is_tied: Whether a smaller vocabulary has no LM head but the embedding.
+        """
+        layer, (stored, *_) = self.config.layer, self._layout.get("lm_head.weight", (None,))
+        vocab = self.config.draft_vocab_size or stored or layer.vocab_size
+        has_own = stored is not None or (vocab != layer.vocab_size and not is_tied)
+        if has_own:
+            size = layer.hidden_size
+            self.lm_head = LMHead(size, vocab, None, None, self._dtype, self._device)
+            self.token_map = None  # head_loader sets it
+        return has_own
+
     def make_norm(self, size: int) -> RMSNorm:
         """Creates a norm over `size` elements."""
         eps = self.config.layer.rms_norm_eps

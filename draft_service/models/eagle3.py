@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from draft_service.models.draft_head import HeadSpec, LevelHead, Pass
-from foredraft.layers.embedding import LMHead
 from foredraft.layers.fusion import Fusion
 from foredraft.layers.parameters import Target
 from foredraft.types import FusionShape
@@ -61,13 +60,7 @@ class Eagle3Head(LevelHead):
             if (name == "hidden_norm") == (f"layers.{index}.hidden_norm.weight" in layout)
         ]
         self.norm = self.make_norm(size)
-        vocab = config.draft_vocab_size or layout.get("lm_head.weight", (None,))[0]
-        self._own_lm_head = "lm_head.weight" in layout or (
-            vocab is not None and vocab != layer.vocab_size and not layer.tie_word_embeddings
-        )
-        if self._own_lm_head:
-            self.lm_head = LMHead(size, vocab or layer.vocab_size, None, None, dtype, device)
-            self.token_map = None  # head_loader sets it
+        self._own_lm_head = self.make_lm_head(is_tied=layer.tie_word_embeddings)
 
     def targets(self) -> dict[str, Target]:
         """See DraftHead."""

@@ -246,7 +246,7 @@ def _own_embedding(
     stored: str,
     directory: Path,
 ) -> None:
-    """Returns the head's own embedding if it differs from the target's.
+    """Gives the head the embedding in its files if it differs from the target's.
 
     Most heads that ship one ship a copy, which would waste memory.
     """
