@@ -178,7 +178,9 @@ class _StandaloneProposer(BeamProposer):
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             return model.forward(batch, kv, attention).logits, None
 
-        options = self._step_options(settings, model.config.vocab_size)
+        kept = self._token_map
+        vocab = model.config.vocab_size if kept is None else len(kept)
+        options = self._step_options(settings, vocab)
         step = LevelStep(forward, None, kv, options, self._token_map)
         return self._graph_drafting(step, settings)
 

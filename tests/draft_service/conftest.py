@@ -13,7 +13,7 @@ from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.config.services import DraftConfig
 from testing.checkpoints import make_checkpoint
 from testing.draft_cases import KINDS
-from testing.draft_heads import TinyHead, save_head
+from testing.draft_heads import VOCAB, TinyHead, save_head
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,12 @@ def drafters(
     make: Callable[..., HeadDrafter], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, PagedDrafter]:
     made: dict[str, PagedDrafter] = {kind: make(KINDS[kind]) for kind in ("eagle", "eagle3", "mtp")}
-    for kind, architecture in (
-        ("standalone", "LlamaForCausalLM"),
-        ("windowed", "Gemma3ForCausalLM"),
+    folder = tmp_path_factory.mktemp("map")
+    torch.save(torch.arange(1, VOCAB, 2), folder / "map.pt")
+    for kind, architecture, flags in (
+        ("standalone", "LlamaForCausalLM", {}),
+        ("windowed", "Gemma3ForCausalLM", {}),
+        ("reduced", "LlamaForCausalLM", {"speculative_token_map": str(folder / "map.pt")}),
     ):
         folder = make_checkpoint(tmp_path_factory.mktemp(kind), architecture, seed=8)
         made[kind] = StandaloneDrafter.load(
@@ -58,6 +61,7 @@ def drafters(
                 speculative_draft_model_path=str(folder),
                 num_threads=1,
                 device="cpu",
+                **flags,
             )
         )
     return made

@@ -55,7 +55,7 @@ def trees_life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> li
     return life(verifier, seed, 14, (2, 3, 9, 30), (1, 1, 2, shape[0] + 1, 7), lambda _rng: shape)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed", "reduced"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ordering", ["topk", "coupled"])
 def test_the_same_trees_as_step_by_step(
