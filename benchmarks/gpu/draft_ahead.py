@@ -28,6 +28,9 @@ from testing.drafts import DraftProcess
 from testing.engines import running_engine
 from testing.stack import free_port
 
+AHEAD_STEPS = "foredraft_drafter_ahead_steps_total"
+OUTCOMES = ("hit", "miss")
+DEVICE_STEPS = 'foredraft_drafter_device_steps_total{algorithm="STANDALONE"}'
 DRAFTS: dict[str, dict[str, int]] = {
     "0.5b": {
         "hidden_size": 896,
@@ -69,7 +72,9 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=384)
     parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
     args = parser.parse_args()
-    torch.cuda.init()  # sees both cards, and keeps to what it sees; drafts see the second alone
+    # This process keeps to the cards that it has counted; drafts see the second alone.
+    torch.cuda.init()
+    assert torch.cuda.device_count() > 1, "needs two NVIDIA GPUs"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[1]
     successors.install(is_draft=False)
@@ -109,11 +114,16 @@ def _measure(
         }
     with running_engine(target, "STANDALONE" if draft else "NONE", **flags) as harness:
         for batch in args.batch:
-            before = _outcomes(port) if draft else {}
+            before = _counts(port) if draft else {}
             one = time_decoding(harness, batch, args.prompt, args.output)
-            after = _outcomes(port) if draft else {}
+            after = _counts(port) if draft else {}
             found = {key: after[key] - before.get(key, 0.0) for key in after}
-            total = sum(found.values())
+            assert draft is None or found.get(DEVICE_STEPS), (
+                "the draft cannot map the target's memory"
+            )
+            hits, misses = (
+                found.get(f'{AHEAD_STEPS}{{outcome="{name}"}}', 0.0) for name in OUTCOMES
+            )
             row = {
                 "draft": name,
                 "steps": steps,
@@ -122,17 +132,17 @@ def _measure(
                 "ms_per_step": round(one.ms_per_step, 3),
                 "tokens_per_second": round(one.tokens_per_second, 1),
                 "accept_length": round(one.accept_length, 3),
-                "hits": round(found.get("hit", 0.0) / total, 3) if total else None,
+                "hits": round(hits / (hits + misses), 3) if hits + misses else None,
             }
             print(json.dumps(row), flush=True)
 
 
-def _outcomes(port: int) -> dict[str, float]:
-    """Returns how many prepared steps were hits and misses, from the draft's metrics."""
+def _counts(port: int) -> dict[str, float]:
+    """Returns the draft's counters of steps, by name and labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
         text = page.read().decode()
-    pattern = r'^foredraft_drafter_ahead_steps_total\{outcome="(\w+)"\} (\S+)$'
-    return {name: float(value) for name, value in re.findall(pattern, text, re.MULTILINE)}
+    lines = re.findall(r"^(foredraft_drafter_\w+_steps_total\S*) (\S+)$", text, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
 
 
 if __name__ == "__main__":
