@@ -44,7 +44,6 @@ class LocalExchange(DraftExchange):
         # Memory that no step wrote may hold anything.
         self.accepted = torch.full(specs["accepted"].shape, -7, dtype=torch.int32)
         self.trees = torch.full(specs["trees"].shape, -7, dtype=torch.int32)
-        self.verified, self.drafted = torch.zeros(2, 1, dtype=torch.int32)
         self.hidden, self.first_row = None, 0
         if width:
             count = RING + sizes.max_batch * sizes.num_tokens
@@ -61,7 +60,6 @@ class LocalExchange(DraftExchange):
 
     def publish(self, step: int) -> None:
         self.published.append(step)
-        self.drafted.fill_(step)
 
     def abandon(self) -> None:
         self.num_abandoned += 1
@@ -82,7 +80,7 @@ class LocalExchange(DraftExchange):
             self.hidden[first : first + len(hidden)] = hidden.to(self.hidden)
 
     def send(self, step: int, by_device: bool) -> None:
-        self.verified.fill_(step)
+        pass
 
     def read_trees(self, step: int) -> list[tuple[list[int], list[int]]]:
         assert self.waits[-1] == self.published[-1] == step

@@ -17,7 +17,6 @@ from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from draft_service.drafters.record_headers import RecordHeaders
 from draft_service.drafters.tree_answers import add_trees
-from draft_service.metrics import AHEAD_STEPS
 from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.records import record
 from foredraft.api.draft.v1 import draft_pb2
@@ -39,12 +38,10 @@ class GraphSettings:
     Attributes:
         limit: Largest batch of a graph; None for the verifier's largest batch.
         captures: Whether steps are captured as graphs; else the same operations run one by one.
-        drafts_ahead: See --speculative-draft-ahead.
     """
 
     limit: int | None
     captures: bool
-    drafts_ahead: bool = False
 
     def max_batch(self, attach: draft_pb2.AttachRequest) -> int:
         """Returns the largest batch of a graph for one verifier."""
@@ -108,7 +105,6 @@ class GraphDrafting:
         self._continued: Sequence[Continuation] = ()
         self._parts: list[_Part] = []
         self._headers = RecordHeaders(graphs.shape.max_slots)
-        self._counts = [0, 0]  # outcomes that metrics have
 
     @property
     def can_continue(self) -> bool:
@@ -209,7 +205,6 @@ class GraphDrafting:
         """
         exchange, graphs = self._exchange, self.graphs
         assert exchange is not None
-        self._count_outcomes()
         if continuations is not self._continued:  # rare: most steps repeat the previous one
             self._continued, self._parts = continuations, self._divide(continuations)
         for part in self._parts:
@@ -228,18 +223,6 @@ class GraphDrafting:
                 graphs.draft(count, *part.modes)
             graphs.finish()
         exchange.publish(step)
-        [*_, last] = self._parts
-        count = len(last.records)
-        if last.is_wanted and len(self._parts) == 1 and graphs.looks_ahead(count):
-            graphs.look_ahead(count, *last.modes)
-            graphs.finish()
-
-    def _count_outcomes(self) -> None:
-        counts, before = self.graphs.outcome_counts, self._counts
-        if counts != before:
-            for name, now, last in zip(("hit", "miss"), counts, before, strict=True):
-                AHEAD_STEPS.labels(name).inc(now - last)
-            self._counts = counts
 
     def _divide(self, continuations: Sequence[Continuation]) -> list[_Part]:
         parts = []

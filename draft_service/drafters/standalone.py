@@ -20,14 +20,13 @@ from draft_service.drafters.paged import (
 )
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
-from draft_service.steps.ahead_step import AheadStep, num_levels
 from draft_service.steps.level_step import LevelStep
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.attention.base import Batch
 from foredraft.config.services import DraftConfig
-from foredraft.errors import AttachRefused, ConfigError
+from foredraft.errors import AttachRefused
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
@@ -76,8 +75,6 @@ class StandaloneDrafter(PagedDrafter):
             ConfigError: A flag asks for something that this machine does not have.
         """
         device = device_of(config)
-        if config.speculative_draft_ahead and device.type == "cpu":
-            raise ConfigError("--speculative-draft-ahead needs a GPU")
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         if device.type == "cpu":
             dtype = dtype or torch.float32
@@ -125,11 +122,6 @@ class StandaloneDrafter(PagedDrafter):
     ) -> PagedProposer:
         runner = ModelRunner(self._model, kv, self.attention, cut_keys=False)
         return _StandaloneProposer(runner, self._token_map, attach, limits, scratch, self.graphs)
-
-    def _scratch_rows(self, limits: Limits) -> int:
-        if self.graphs is not None and _drafts_ahead(self.graphs, limits):
-            return num_levels(limits[0])
-        return super()._scratch_rows(limits)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
@@ -189,11 +181,7 @@ class _StandaloneProposer(BeamProposer):
         kept = self._token_map
         vocab = model.config.vocab_size if kept is None else len(kept)
         options = self._step_options(settings, vocab)
-        step: LevelStep
-        if _drafts_ahead(settings, self._limits):
-            step = AheadStep(forward, kv, options, self._token_map)
-        else:
-            step = LevelStep(forward, None, kv, options, self._token_map)
+        step = LevelStep(forward, None, kv, options, self._token_map)
         return self._graph_drafting(step, settings)
 
 
@@ -209,8 +197,3 @@ class _Levels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See LevelRunner."""
         return self._runner.forward(rows).logits, None
-
-
-def _drafts_ahead(settings: GraphSettings, limits: Limits) -> bool:
-    """Returns whether steps with trees of these limits (steps, topk, nodes) draft ahead: chains."""
-    return settings.drafts_ahead and limits[1] == 1 and limits[2] == limits[0]

@@ -59,5 +59,4 @@ def handed_on(exchange: DraftExchange | None, shape: DraftShape) -> HandedOn | N
         raise AttachRefused(
             "arena.tensors", f"tokens {accepted} and trees {trees}, not for {shape}"
         )
-    words = exchange.verified, exchange.drafted
-    return HandedOn(exchange.accepted, exchange.trees, exchange.first_row, *words)
+    return HandedOn(exchange.accepted, exchange.trees, exchange.first_row)

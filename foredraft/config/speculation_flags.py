@@ -56,12 +56,6 @@ class SpeculationFlags:
         False,
         "MTP: one module of the head for each depth, instead of its first for all; drafts chains.",
     )
-    speculative_draft_ahead: bool = option(
-        False,
-        "STANDALONE chains, with --draft-device: while the target verifies a chain of one or two"
-        " sequences, their draft prepares the chains that follow the likeliest outcomes, and the"
-        " target need not wait where one was right.",
-    )
     speculative_draft_model_quantization: str = option(
         "unquant",
         "Weights of the draft in memory, quantized while loading, scales per output: int8 (on the"

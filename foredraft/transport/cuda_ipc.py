@@ -229,12 +229,6 @@ class CudaIpcMapping:
             raise ArenaError("tensors", f"there is none named {name!r}")
         return layout.view(self._mapped, tensor)
 
-    @property
-    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The verifier's word and the draft's, int32 [1] each."""
-        verified, drafted = (self._mapped[at : at + 4] for at in (_VERIFIED_AT, _DRAFTED_AT))
-        return verified.view(torch.int32), drafted.view(torch.int32)
-
     def rows(self, offset: int, count: int, row: RowFormat) -> torch.Tensor:
         """Returns rows [count, width] from an offset in the block on.
 
@@ -345,7 +339,6 @@ class CudaIpcExchange(DraftExchange):
     ) -> None:
         self._mapping = mapping
         self.accepted, self.trees = mapping.view(arena, ACCEPTED), mapping.view(arena, TREES)
-        self.verified, self.drafted = mapping.words
         self.hidden, self.first_row = None, 0
         if row is None:
             return

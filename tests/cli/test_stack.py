@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -126,18 +125,6 @@ def test_a_draft_s_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyP
             ConfigError, match="--draft-device 2 must be below 2, the number of vis"
         ):
             serve_config.check(FREE | {"device": "cuda", "draft_device": 2})
-
-
-@pytest.mark.parametrize("flags", [{"device": "cuda"}, {"device": "cpu", "draft_device": 1}])
-def test_drafting_ahead_needs_a_card_for_the_draft(
-    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
-    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "org/draft"}
-    wanted = draft | {"speculative_draft_ahead": True}
-    with pytest.raises(ConfigError, match="--speculative-draft-ahead needs --draft-device"):
-        serve_config.check(FREE | flags | wanted)
-    serve_config.check(FREE | {"device": "cuda", "draft_device": 1} | wanted)
 
 
 def test_each_of_several_drafts_is_a_service() -> None:

@@ -67,7 +67,6 @@ SERVICES = (
     ("MTP", "--cuda-graph-max-bs", "2"),
     ("STANDALONE",),
     ("STANDALONE", "--disable-cuda-graph"),
-    ("STANDALONE", "--speculative-draft-ahead"),
 )
 
 
@@ -153,13 +152,7 @@ def driver(stream: DraftStream, region: Region, width: int, shape: tuple[int, in
 
 @pytest.mark.parametrize(
     ("service", "shape"),
-    list(
-        zip(
-            SERVICES,
-            [(3, 1, 4), (3, 4, 12), (4, 2, 9), (3, 1, 4), (3, 3, 9), (3, 1, 4)],
-            strict=True,
-        )
-    ),
+    list(zip(SERVICES, [(3, 1, 4), (3, 4, 12), (4, 2, 9), (3, 1, 4), (3, 3, 9)], strict=True)),
     ids=lambda value: "-".join(map(str, value)),
 )
 def test_the_trees_of_steps_by_value(
@@ -219,11 +212,11 @@ def test_a_draft_that_stands_still(drafts: dict[tuple[str, ...], DraftProcess]) 
         draft.resume()
 
 
-@pytest.mark.parametrize("service", [SERVICES[0], SERVICES[3], SERVICES[5]], ids="-".join)
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_verifier_that_leaves_in_the_middle(
-    service: tuple[str, ...], drafts: dict[tuple[str, ...], DraftProcess]
+    algorithm: str, drafts: dict[tuple[str, ...], DraftProcess]
 ) -> None:
-    draft = drafts[service]
+    draft = drafts[(algorithm,)]
     with under_way(draft) as (stream, region, _, _):
         send_only(stream, 2)
         send_only(stream, 3)
