@@ -36,7 +36,7 @@ class FixedTree:
 def test_nothing_is_launched_that_was_not_before(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draft_service.drafters.module_chain.BeamTree", FixedTree)
+    monkeypatch.setattr("draft_service.drafters.beam_drafting.BeamTree", FixedTree)
     rng = random.Random(name)
     max_batch, max_context = rng.choice(((64, 100_000), (3, 700)))
     with recorded_launches() as met:
