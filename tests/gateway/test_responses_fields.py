@@ -1,6 +1,5 @@
 """Fields of /v1/responses: what becomes of each, and how wrong ones are refused."""
 
-import inspect
 from typing import Any
 
 import httpx
@@ -11,6 +10,7 @@ from openai.resources.responses.input_tokens import InputTokens
 
 from gateway.responses.schemas import CountBody, ResponsesBody
 from testing.stack import CONTEXT_LENGTH
+from tests.gateway.listed_fields import check_listed
 from tests.gateway.newer_fields import INPUT_TOKENS_FIELDS, RESPONSES_FIELDS
 from tests.gateway.request_fields import Field
 
@@ -103,14 +103,9 @@ def test_fields_are_what_the_docs_say(http: httpx.Client, field: Field) -> None:
 
 
 def test_every_field_is_in_the_docs() -> None:
-    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
     for body, fields, method in (
         (ResponsesBody, RESPONSES_FIELDS, Responses.create),
         (CountBody, INPUT_TOKENS_FIELDS, InputTokens.count),
     ):
-        names = [field.name for field in fields]
-        assert len(names) == len(set(names))
-        assert set(body.model_fields) == set(names)
         # No model here has a choice of personalities: as any unknown field it is refused.
-        theirs = set(inspect.signature(method).parameters) - own - {"personality"}
-        assert theirs <= set(names)
+        check_listed(body, fields, method, left_out="personality")
