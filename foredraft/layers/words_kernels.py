@@ -152,8 +152,8 @@ def multiply_few(
     With GATED, silu of the first half of W's outputs is multiplied by the second half.
 
     Args:
-        factors_ptr: Of 4 bits the words of `words_factors`, [groups, outputs]; of 8 bits float32
-            scales.
+        factors_ptr: [groups, outputs]: for weights of 4 bits, words of factors, see
+            `words_factors`; for weights of 8 bits, scales in float32.
         words: Words of an output.
         GROUP: Inputs that share factors; 0 for all.
         FORM: See `words_factors`.

@@ -177,7 +177,7 @@ def newest(counts):
 
 @triton.jit
 def finish(counts, count):
-    """Notes the number of the newest block, of which this program has those of all ranks."""
+    """Stores the number of the newest block, once this program has received it from all ranks."""
     tl.debug_barrier()
     tl.store(counts + tl.program_id(0), count)
 
