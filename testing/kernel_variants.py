@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import foredraft
-from foredraft.attention import device_limits
+from foredraft import device_limits
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import fused, skinny_gemm
 from foredraft.layers.linear import CudaMethod, Linear

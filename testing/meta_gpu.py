@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.attention import device_limits
+from foredraft import device_limits
 from foredraft.kernel_launch import VARIANTS
 from foredraft.layers import exact_gemm, exact_linear, skinny_gemm
 from verify_service.executor.captured import two_phase_tables

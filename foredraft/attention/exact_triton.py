@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
-from foredraft.attention.device_limits import compute_units, has_room
 from foredraft.attention.triton_plan import (
     SharedKeys,
     TreePaths,
@@ -20,6 +19,7 @@ from foredraft.attention.triton_plan import (
     plan_of_spans,
     rows_outside_graphs,
 )
+from foredraft.device_limits import compute_units, has_room
 from foredraft.kernel_launch import VARIANTS, few_variants, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
-from foredraft.attention.device_limits import compute_units
 from foredraft.attention.exact_triton import LARGE, NEAR, SMALL, TILE
 from foredraft.attention.prompts import PROMPT_ROWS, PromptPlan, PromptsApart
 from foredraft.attention.triton_plan import TritonPlan
+from foredraft.device_limits import compute_units
 from foredraft.kvcache.paged_kv import PagedKV
 
 BLOCK_M = 128  # rows times query heads of a KV head of a block

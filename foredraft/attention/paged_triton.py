@@ -7,7 +7,6 @@ from typing import cast
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
-from foredraft.attention.device_limits import compute_units, has_room
 from foredraft.attention.split_kv import SPARE, Balance, Lengths, Levels, WorkList, build_work_lists
 from foredraft.attention.triton_plan import (
     MAX_SPLITS,
@@ -16,6 +15,7 @@ from foredraft.attention.triton_plan import (
     plan_of_spans,
     splits_for,
 )
+from foredraft.device_limits import compute_units, has_room
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
-from foredraft.attention.device_limits import compute_units
 from foredraft.attention.split_kv import Balance
+from foredraft.device_limits import compute_units
 from foredraft.kernel_launch import VARIANTS
 from foredraft.kvcache.paged_kv import PagedKV
 

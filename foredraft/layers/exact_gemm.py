@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from foredraft.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
@@ -23,8 +24,7 @@ _FEW = 4096
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
 _CUT_MULTIPLE = 256  # columns are a multiple of this, so that halves are whole blocks
-_LONG = 8192  # columns from which on more of them under way are worth the shared memory
-_FEW_GATED = 8192  # gated outputs up to which shorter tiles, and more of them, are faster
+_LONG = 8192  # columns from which on programs for one half each are faster
 _VAST = 65536  # outputs from which on there are programs enough for twice the tile
 _GROUP = 8  # blocks of rows whose tiles are neighbours
 
@@ -130,10 +130,8 @@ def _multiply_skinny(
     block_n, block_m = 64, max(16, power_of_two(rows))
     if not is_hopper(x.device):
         block_k, stages = 64, 3
-    elif gated and block_m <= 32 and (block_m == 32 or outputs <= _FEW_GATED):
-        block_k, stages = 64, 6
     elif block_m <= 32:
-        block_k, stages = 128, _stages(block_m, parts, inputs)
+        block_k, stages = _skinny_tile(-(-outputs // block_n) * parts, block_m, gated, x.device)
     elif outputs >= _VAST:
         block_n, block_k, stages = 128, 64, 4
     else:
@@ -146,13 +144,24 @@ def _multiply_skinny(
     )  # fmt: skip
 
 
-def _stages(block_m: int, parts: int, inputs: int) -> int:
-    """Returns the number of tiles that a skinny product of up to 32 rows has under way."""
-    if parts == 1:
-        return 4
-    if inputs >= _LONG:
-        return 6
-    return 5 if block_m == 16 else 4
+def _skinny_tile(
+    num_programs: int, block_m: int, gated: bool, device: torch.device
+) -> tuple[int, int]:
+    """Returns the columns of a tile of up to 32 rows, and the number of tiles that a program has
+    under way: the fastest of a sweep over the matrices of 8B, 32B and 70B models, whole and shared
+    by two and four ranks.
+
+    The fewer programs there are, the more must each have under way; where two of them share a
+    multiprocessor, they also share its memory.
+    """
+    units = compute_units(device)
+    if num_programs > units:
+        if gated:
+            return (128, 3) if block_m == 16 else (64, 4)
+        return 128, 4
+    if num_programs > units // 2:
+        return 128, 4 if gated else 6
+    return 128, 5 if gated else 8
 
 
 def _multiply_tiled(

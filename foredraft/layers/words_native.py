@@ -2,11 +2,11 @@
 `words_kernels`.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 
+from foredraft.device_limits import compute_units
 from foredraft.layers import cuda_programs
 from foredraft.layers.linear import Linear
 from foredraft.layers.words_factors import Form
@@ -81,7 +81,7 @@ def multiply(
     halves = 2 if gated else 1
     outputs = linear.num_outputs // halves
     groups = _UNIT * 8 // group if group in _GROUPS else 0
-    found = plan(rows, outputs, inputs, parts, halves, groups, multiprocessors(x.device))
+    found = plan(rows, outputs, inputs, parts, halves, groups, compute_units(x.device))
     constants = {
         "INPUTS": inputs, "PARTS": parts, "TILES": found.own * halves, "GATED": int(gated),
         "GROUPS": max(1, groups), "CHANNEL": int(groups == 0), "STAGES": found.stages,
@@ -133,9 +133,3 @@ def _columns(rows: int, parts: int, chunk: int, units: int) -> int:
     more.
     """
     return (1 if chunk >= units else 2) * rows * (parts * chunk * 512 + 16)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Returns the number of multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import device_limits, exact_triton
+from foredraft import device_limits
+from foredraft.attention import exact_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.triton_plan import SharedKeys, plan_of_spans

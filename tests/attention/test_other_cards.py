@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import device_limits, paged_triton
+from foredraft import device_limits
+from foredraft.attention import paged_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.split_kv import Balance

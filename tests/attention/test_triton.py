@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import device_limits
+from foredraft import device_limits
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention

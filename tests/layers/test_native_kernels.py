@@ -69,7 +69,7 @@ class Emulated:
 def test_words(tmp_path, monkeypatch, rows, outputs, inputs, parts, gated, group, bias, form):
     program = Emulated(tmp_path, "words.cu", "multiply_words")
     monkeypatch.setattr(words_native, "_PROGRAM", program)
-    monkeypatch.setattr(words_native, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(words_native, "compute_units", lambda device: 1)
     monkeypatch.setattr(words_cuda, "_cuts", lambda *_: (32, parts))
     generator = torch.Generator().manual_seed(1)
     groups = inputs // group if group else 1
