@@ -62,7 +62,8 @@ def resolve_model_path(
     try:
         return _local(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        file = error.filename or path
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -43,6 +43,13 @@ def test_directories(tmp_path, monkeypatch):
 def test_what_the_system_refuses_is_told(tmp_path, gguf_file, monkeypatch):
     with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
         resolve_model_path(tmp_path / ("x" * 300))
+    bundled = tmp_path / "bundled" / "some-model"
+    bundled.mkdir(parents=True)
+    (bundled / "config.json").write_text("{}")
+    (bundled / "SHA256SUMS").write_text(f"{'0' * 64}  curves.png\n")
+    monkeypatch.setattr(registry, "BUNDLED", bundled.parent)
+    with pytest.raises(CheckpointError, match=r"some-model/curves\.png: cannot be read: No such"):
+        resolve_model_path("some-model")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match="are kept: Not a directory; XDG_CACHE_HOME names"):
