@@ -166,12 +166,16 @@ def use_eager_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_eager_graphs(
-    monkeypatch: pytest.MonkeyPatch, attention: type[AttentionBackend] = TritonAttention
+    monkeypatch: pytest.MonkeyPatch,
+    attention: type[AttentionBackend] = TritonAttention,
+    captures_first: bool = False,
 ) -> None:
     """Makes engines on the CPU run such graphs, in Triton's interpreter.
 
     Args:
         attention: Attention backend of the graphs.
+        captures_first: Whether graphs of decode steps are captured at the start, and while the
+            engine idles, as on a GPU; else when a step needs one.
     """
     _without_cuda(monkeypatch)
 
@@ -203,6 +207,9 @@ def use_eager_graphs(
             max_tree=step.max_rows,
             max_rows=chunk_size(config, runner.model.device),
         )
-        return GraphExecutor(runner, sampler, EagerGraphs(step), mixed)
+        decode = EagerGraphs(step)
+        if captures_first:
+            decode.warm_up(())
+        return GraphExecutor(runner, sampler, decode, mixed)
 
     monkeypatch.setattr(startup, "make_executor", executor)

@@ -9,11 +9,10 @@ import torch
 
 from foredraft.errors import ConfigError
 from foredraft.parallel.group import Group
+from foredraft.runner.aside import ran_out
 
 CPU_FRACTION = 0.4
 GPU_FRACTION = 0.85
-# Parts of messages of other allocators than torch's for GPUs: memory is used up.
-RAN_OUT = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +113,7 @@ def explained(what: str, flags: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _ran_out(error):
+        if not ran_out(error):
             raise
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(f"no memory is left for {what}: lower {flags} ({reason})") from error
-
-
-def _ran_out(error: BaseException | None) -> bool:
-    """Returns whether memory was the cause.
-
-    A capture that it broke off hides it behind an error of its own.
-    """
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in RAN_OUT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from foredraft.cpu.threads import num_cores
-from foredraft.kernel_launch import no_collection
 from foredraft.layers.cuda_programs import taken
 from foredraft.layers.fused import rms_norm
+from foredraft.runner.aside import captured_into
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +128,8 @@ def _find(
     knobs.runtime.jit_cache_hook = skip
     try:
         for run, graph in zip(runs, graphs, strict=True):
-            with (
-                no_collection(),
-                taken(take),
-                # Kernels may be loaded meanwhile.
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="relaxed"),
-            ):
+            # Kernels may be loaded meanwhile.
+            with taken(take), captured_into(graph, pool, "relaxed"):
                 run()
     finally:
         knobs.runtime.jit_cache_hook = before

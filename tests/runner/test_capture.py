@@ -1,11 +1,11 @@
-"""Capturing a graph while graphs that nobody uses any more wait to be freed."""
+"""Capturing a graph while others wait to be freed, and after one that failed."""
 
 import gc
 
 import pytest
 import torch
 
-from foredraft.runner.aside import capture_graph, run_aside
+from foredraft.runner.aside import capture_graph, ran_out, run_aside
 from testing.triton_device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -30,3 +30,18 @@ def test_graphs_in_dead_cycles_do_not_end_a_capture() -> None:
     assert gc.isenabled()
     graph.replay()
     assert y.tolist() == [2.0] * 64
+
+
+def test_captures_after_one_that_ran_out_of_memory() -> None:
+    device = torch.device("cuda")
+    x = torch.ones(64, device=device)
+    pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    kept = [capture_graph(lambda: x + 1, pool)]
+    with pytest.raises(RuntimeError) as failed:
+        capture_graph(lambda: (x + 2).new_empty(1 << 50), pool)
+    assert ran_out(failed.value)
+    assert torch.cuda.current_stream() == before
+    kept.append(capture_graph(lambda: x * 4, pool))
+    for (graph, y), want in zip(kept, (2.0, 4.0), strict=True):
+        graph.replay()
+        assert y.tolist() == [want] * 64

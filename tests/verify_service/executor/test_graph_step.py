@@ -2,12 +2,14 @@
 Triton's interpreter.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import llguidance
 import pytest
+import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.exact_triton import ExactAttention
@@ -162,3 +164,44 @@ def test_shared_keys_are_read_once(
     before = SHARED_KEY_STEPS._value.get()
     assert texts() == want
     assert SHARED_KEY_STEPS._value.get() - before > 2
+
+
+def test_no_memory_for_graphs_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on, and captures a step when a request needs it."""
+    path = make_checkpoint(tmp_path, num_hidden_layers=1)
+    work = [Job([5, 6, 7], SamplingParams(max_new_tokens=3, seed=1, top_p=0.7))]
+
+    def texts(after: Callable[[], object] = lambda: None) -> list[list[int]]:
+        flags = {"page_size": 8, "max_total_tokens": 64, "max_running_requests": 3}
+        with running_engine(path, **flags) as harness:
+            after()
+            return [result.tokens for result in harness.run(work)]
+
+    want = texts()
+    from testing.eager_graphs import EagerCapturing, EagerGraphs, use_eager_graphs  # needs Triton
+
+    is_short, capture, capture_next = [False], EagerCapturing.capture, EagerGraphs.capture_next
+    ended = threading.Event()
+
+    def short(self: Any, run: Callable[[], Any]) -> Any:
+        if is_short[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return capture(self, run)
+
+    def ahead(self: Any) -> bool:
+        is_short[0] = True
+        try:
+            made = capture_next(self)
+        finally:
+            is_short[0] = False
+        if not made:
+            ended.set()
+        return made
+
+    monkeypatch.setattr(EagerCapturing, "capture", short)
+    monkeypatch.setattr(EagerGraphs, "capture_next", ahead)
+    use_eager_graphs(monkeypatch, captures_first=True)
+    assert texts(lambda: ended.wait(60)) == want
+    assert len([one for one in caplog.records if "no memory" in one.getMessage()]) == 1

@@ -1,6 +1,12 @@
 """Which captured steps a start makes, and which an idle engine."""
 
+import logging
+import weakref
+from collections.abc import Callable
 from unittest.mock import MagicMock
+
+import pytest
+import torch
 
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
@@ -13,6 +19,8 @@ class Recorded(DecodeGraphs):
     Args:
         can_share: Whether steps can read shared keys once.
     """
+
+    _listener = None
 
     def __init__(self, can_share: bool = False) -> None:
         self.shapes = PaddedShapes(2, 4)
@@ -52,3 +60,71 @@ def test_steps_of_shared_keys_wait_behind_them() -> None:
     filtered = [(1, 1, True), (2, 1, True), (1, 4, True)]
     both = [(2, 1, True, True), (2, 4, True, True)]
     assert made.ran == [*filtered, (2, 1, False, True), *both]
+
+
+class Short(Recorded):
+    """Fails in every step with filters after the largest.
+
+    Args:
+        fail: Raises the error.
+    """
+
+    def __init__(self, fail: Callable[[], object]) -> None:
+        super().__init__()
+        self._fail = fail
+
+    def idle_step(
+        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
+    ) -> None:
+        super().idle_step(batch, rows, is_filtered, shares_keys)
+        if is_filtered and self.shapes.all()[0] != (batch, rows):
+            self._fail()
+
+
+def exhaust(kept: weakref.WeakSet[torch.Tensor]) -> None:
+    """Fails as a capture does whose end fails too."""
+    taken = torch.ones(4)
+    kept.add(taken)
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee the manual")
+    finally:
+        raise RuntimeError("CUDA error: capture failed due to a previous error")
+
+
+def test_without_memory_no_more_are_captured_ahead(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    left: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(len(kept)))
+    made = Short(lambda: exhaust(kept))
+    made.warm_up(())
+    steps = dict(made._steps)
+    made.ran.clear()
+    with caplog.at_level(logging.WARNING):
+        while made.capture_next():
+            pass
+    assert made.ran == [(1, 1, True)]
+    assert made._steps == steps  # no step takes a graph that has failed
+    assert left == [0]  # the memory was free when it was given back
+    [record] = caplog.records
+    assert record.getMessage().startswith("no memory for CUDA graphs ahead of the steps that need")
+
+
+def test_other_errors_of_later_captures_end_the_engine() -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    made = Short(fail)
+    made.warm_up(())
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        made.capture_next()
+
+
+def test_ranks_do_not_part_ways() -> None:
+    """Where another rank has begun the step, this one cannot leave it out."""
+    made = Short(lambda: exhaust(weakref.WeakSet()))
+    made._listener = MagicMock()
+    made.warm_up(())
+    with pytest.raises(RuntimeError, match="capture failed"):
+        made.capture_next()

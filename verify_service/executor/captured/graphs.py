@@ -6,6 +6,7 @@ Lengths, pages and trees are read from device memory, so a step needs one upload
 one download. A step may start before the host knows the outcome of the previous one.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 
 from foredraft.models.decoder import ModelOutput
+from foredraft.runner.aside import ran_out
 from verify_service.executor.captured.buffers import RunningStep
 from verify_service.executor.captured.capturing import Capturing, without_logits
 from verify_service.executor.captured.listener import StepListener
@@ -20,6 +22,8 @@ from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.step import DecodeStep, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase_graphs import TwoPhaseGraphs
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
@@ -146,14 +150,32 @@ class DecodeGraphs:
     def capture_next(self) -> bool:
         """Captures a missing step with filters, or with shared keys; returns whether there was one.
 
-        Call it while no step runs.
+        Call it while no step runs. Once memory has run out, such steps are captured only when they
+        are asked for.
         """
         while self._later:
             kind = self._later.pop()
             if kind not in self._steps:
-                self.idle_step(kind.batch, kind.rows, kind.is_filtered, kind.shares_keys)
+                self._capture_ahead(kind)
                 return True
         return False
+
+    def _capture_ahead(self, kind: StepKind) -> None:
+        try:
+            self.idle_step(kind.batch, kind.rows, kind.is_filtered, kind.shares_keys)
+            return
+        except RuntimeError as error:
+            # Other ranks run this step too, and would wait for this one.
+            if self._listener is not None or not ran_out(error):
+                raise
+            reason = str(error).strip().split("\n")[0]
+            logger.warning(
+                "no memory for CUDA graphs ahead of the steps that need them: %s", reason
+            )
+        # Here nothing refers any more to the error, and so to what the capture had allocated.
+        self._later.clear()
+        self._steps.pop(kind, None)
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Frees the graphs; what they captured of a library may keep it from ending."""
