@@ -22,6 +22,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.cpu.threads import FEW_ROWS
 from foredraft.errors import AttachRefused, InvalidRequest
 from foredraft.models.config import ModelConfig
+from foredraft.runner.aside import ran_out
 from foredraft.trees.draft_tree import DraftTree
 from foredraft.trees.tree_building import Ordering
 
@@ -77,7 +78,9 @@ class PagedProposer(Proposer):
             self._fixed_steps = self._make_fixed_steps()
             if self._device.type == "cuda":
                 self._warm_up()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
             raise AttachRefused(
                 "max_batch",
                 f"no memory for the draft's steps; lower --cuda-graph-max-bs: {error}",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from foredraft.errors import ConfigError
+from testing.broken_captures import broken_off_capture
 from verify_service.memory import GpuBudget, explained, num_pages
 
 GIB = 1 << 30
@@ -77,13 +78,6 @@ def test_more_tokens_than_memory_are_refused():
     message = "--max-total-tokens 64 takes 4 MiB, and 3 MiB are free"
     with pytest.raises(ConfigError, match=message):
         pages(64)
-
-
-def broken_off_capture() -> RuntimeError:
-    """Returns torch's error where an error inside a capture makes its end fail."""
-    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    error.__context__ = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    return error
 
 
 @pytest.mark.parametrize(
