@@ -84,7 +84,7 @@ class RemoteDraft:
         info = client.info if epoch else None
         exchange = self._arena.exchange(epoch) if epoch else None
         marks = DraftMarks(self._pool)
-        self._epoch = epoch
+        self._epoch, self._has_failed = epoch, False
         self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
         self._hidden = hidden = _hidden_states(exchange, marks, settings)
         self._device = exchange.device if exchange is not None else None
@@ -118,6 +118,8 @@ class RemoteDraft:
         """See `DraftProxy`."""
         epoch = self._client.epoch
         if epoch != self._epoch:
+            if self._wire.requests.are_open:  # nobody waited for these answers, which never come
+                self._failed()
             self._begin(epoch)
 
     def suspend(self, is_suspended: bool, keeps_states: bool = True) -> None:
@@ -132,10 +134,16 @@ class RemoteDraft:
 
     def _lost(self, error: DraftError | ArenaError) -> None:
         """Records that the draft is lost and will not answer."""
-        name = self._metrics.algorithm
-        logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
-        self._metrics.failures.inc()
+        if not self._has_failed:
+            name = self._metrics.algorithm
+            logger.warning("drafting by %s stopped: %s; decoding goes on without it", name, error)
+        self._failed()
         self._wire.requests.reset()
+
+    def _failed(self) -> None:
+        """Counts a failed step: once for each attach, however many calls find that it is lost."""
+        self._metrics.failures.inc(not self._has_failed)
+        self._has_failed = True
 
     # Sequences.
 
