@@ -259,37 +259,28 @@ class BlockReference:
         steps: int,
         choose: Callable[[int, Array], int] | None = None,
         valid_from: int = 0,
-    ) -> tuple[list[int], list[float]]:
-        """Returns the drafted tokens, and the confidence in each where there is a confidence
-        head.
+    ) -> list[int]:
+        """Returns the drafted tokens.
 
         Args:
             choose: Picks a token of the target by (depth, scores [VOCAB], minus infinity where
                 there is no column); None for the largest.
         """
         hidden = self.hidden(bonus, states, valid_from)[int(not self.from_anchor) :]
-        drafted, confidences, previous = [], [], bonus
+        drafted, previous = [], bonus
         state = np.zeros(RANK)
         for depth in range(steps):
             row = hidden[depth]
             logits = self.lm_head @ row
-            embedded = None
             if "markov_head.markov_w1.weight" in self.t:
                 embedded = self.t["markov_head.markov_w1.weight"][previous]
                 bias, state = self._bias(row, embedded, state)
                 logits = logits + bias
-            if "confidence_head.proj.weight" in self.t:
-                weight = self.t["confidence_head.proj.weight"][0]
-                read = row
-                if len(weight) > HIDDEN and embedded is not None:
-                    read = np.concatenate((row, embedded))
-                score = float(weight @ read + self.t["confidence_head.proj.bias"][0])
-                confidences.append(1 / (1 + math.exp(-score)))
             scores = np.full(VOCAB, -np.inf)
             scores[self.columns] = logits
             previous = int(scores.argmax()) if choose is None else choose(depth, scores)
             drafted.append(previous)
-        return drafted, confidences
+        return drafted
 
     def after(self, bonus: int, states: Array, path: tuple[int, ...]) -> Array:
         """Computes scores [VOCAB] of the token after a path of drafted tokens."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from draft_service.models.context_keys import ContextKeys
 from draft_service.models.draft_head import DraftHead, HeadSpec, Pass
-from draft_service.models.markov import ConfidenceHead, MarkovHead
+from draft_service.models.markov import MarkovHead
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.fusion import Fusion
@@ -25,19 +25,16 @@ class BlockDraft(DraftHead):
 
     Args:
         spec: See `DraftHead`. The layout decides what config.json leaves open: whether the draft
-            has its own LM head, whether query, key and value weights are one matrix, and the inputs
-            of the confidence head.
+            has its own LM head, and whether query, key and value weights are one matrix.
 
     Attributes:
         options: Options of the block.
         markov: DSpark's bias by the previous token; None for DFlash.
-        confidence: DSpark's prediction of acceptance; None where the checkpoint has none.
     """
 
     def __init__(self, spec: HeadSpec) -> None:
         super().__init__(spec)
-        config, layout = spec.config, spec.layout
-        dtype, device = spec.dtype, spec.device
+        config, dtype, device = spec.config, spec.dtype, spec.device
         assert config.block is not None
         self.options: BlockOptions = config.block
         layer, size = config.layer, config.layer.hidden_size
@@ -54,14 +51,6 @@ class BlockDraft(DraftHead):
         if self.options.markov_rank:
             columns = self.lm_head.weight.shape[0] if self._own_lm_head else layer.vocab_size
             self.markov = MarkovHead(self.options, size, layer.vocab_size, columns, dtype, device)
-        self.confidence: ConfidenceHead | None = None
-        stored = layout.get("confidence_head.proj.weight")
-        self._confidence_reads_token = self.options.confidence_reads_token
-        if stored is not None:
-            self._confidence_reads_token = self.markov is not None and stored[-1] != size
-        if self.options.has_confidence or stored is not None:
-            rank = self.options.markov_rank if self._confidence_reads_token else 0
-            self.confidence = ConfidenceHead(size + rank, dtype, device)
 
     @property
     def has_causal_layers(self) -> bool:
@@ -90,9 +79,8 @@ class BlockDraft(DraftHead):
             tensors[f"layers.{index}.input_layernorm.weight"] = self._norms[index].weight
         if self._own_lm_head:
             tensors["lm_head.weight"] = self.lm_head.weight
-        for part in (self.markov, self.confidence):
-            if part is not None:
-                tensors |= part.tensors()
+        if self.markov is not None:
+            tensors |= self.markov.tensors()
         return found | {name: Target.whole(tensor) for name, tensor in tensors.items()}
 
     def extend(
@@ -137,20 +125,3 @@ class BlockDraft(DraftHead):
             run = whole if self.config.layer.windows[index] is None else ordered
             stream, x = layer(x, stream, run, False, next_norm, owns_stream=True)
         return x
-
-    def confidences(
-        self, hidden: torch.Tensor, previous: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Computes the chance that each row's token is accepted if all before it are, float32
-        [n]; None without a confidence head.
-
-        Args:
-            hidden: [n, hidden_size], of `forward`.
-            previous: int64 [n], the token before each row's; None only where nothing reads it.
-        """
-        if self.confidence is None:
-            return None
-        embedded = None
-        if self._confidence_reads_token and self.markov is not None and previous is not None:
-            embedded = self.markov.embed(previous)
-        return self.confidence(hidden, embedded)

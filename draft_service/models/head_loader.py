@@ -52,17 +52,18 @@ _RENAMED = (
     ("markov_w2.", f"{MARKOV}markov_w2."),
     ("gate_proj.", f"{MARKOV}gate_proj."),
     ("joint_proj.", f"{MARKOV}joint_proj."),
-    ("confidence_proj.", "confidence_head.proj."),
 )
 # Beginnings of tensors that a head may carry and that are not computed with.
 _VERIFIERS = ("verifier_norm.", "verifier_lm_head.")
+# DSpark's prediction of acceptance, and ModelOpt's name of it.
+_CONFIDENCE = ("confidence_head.proj.", "confidence_proj.")
 _UNUSED: dict[HeadAlgorithm, tuple[str, ...]] = {
     "EAGLE": ("lm_head.",),  # a copy of the target's
     "EAGLE3": _VERIFIERS,
     "MTP": ("lm_head.",),
     "PEAGLE": _VERIFIERS,
-    "DFLASH": _VERIFIERS,
-    "DSPARK": _VERIFIERS,
+    "DFLASH": (*_VERIFIERS, *_CONFIDENCE),
+    "DSPARK": (*_VERIFIERS, *_CONFIDENCE),
 }
 # Ends of tensors that follow from the configuration, or that scale a cache of 8-bit floats, which
 # drafts do not have.

@@ -1,6 +1,4 @@
-"""DSpark's additions to a block: a bias of logits by the previous token, and a prediction of
-acceptance.
-"""
+"""DSpark's addition to a block: a bias of logits by the previous token."""
 
 import torch
 from torch import nn
@@ -85,35 +83,3 @@ class MarkovHead(nn.Module):
         parts = self.gate(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
         kept, candidate, out = parts[0].sigmoid(), parts[1].tanh(), parts[2].tanh()
         return self.columns(out), kept * state + (1 - kept) * candidate
-
-
-class ConfidenceHead(nn.Module):
-    """Predicts the chance that a row's token is accepted if all before it are.
-
-    It is the sigmoid of a projection of [hidden state; W1[previous token]].
-
-    Args:
-        num_inputs: H, or H + r where the token before is read.
-    """
-
-    def __init__(self, num_inputs: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.projection = Linear(num_inputs, 1, True, dtype, device)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the memory that each tensor of a checkpoint fills."""
-        assert self.projection.bias is not None
-        return {
-            "confidence_head.proj.weight": self.projection.weight,
-            "confidence_head.proj.bias": self.projection.bias,
-        }
-
-    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor:
-        """Returns chances, float32 [n] in (0, 1).
-
-        Args:
-            hidden: [n, H].
-            embedded: [n, r], of `MarkovHead.embed`; None where it is not read.
-        """
-        x = hidden if embedded is None else torch.cat((hidden, embedded), -1)
-        return self.projection(x).float().sigmoid().squeeze(-1)

@@ -46,8 +46,6 @@ class BlockOptions:
         is_window_causal: Whether a row of a sliding layer sees no later row of its block.
         markov_rank: Width of DSpark's bias by the previous token; 0 for none.
         markov_kind: One of MARKOV_HEADS.
-        has_confidence: Whether there is a head that predicts acceptance.
-        confidence_reads_token: Whether that head reads the previous token beside the hidden state.
         num_target_layers: Number of layers of the target that the drafter was made for; None where
             config.json does not say.
         default_layers: Rule that selects the target's layers where config.json names none.
@@ -59,8 +57,6 @@ class BlockOptions:
     is_window_causal: bool = False
     markov_rank: int = 0
     markov_kind: str = "vanilla"
-    has_confidence: bool = False
-    confidence_reads_token: bool = False
     num_target_layers: int | None = None
     default_layers: Literal["evenly", "speculators"] = "evenly"
 
@@ -127,7 +123,6 @@ def read_block_options(
         )
     # DeepSpec's DFlash is its DSpark without the bias: its first row drafts as well.
     predicts_next = keys.flag("sample_from_anchor", keys.flag("shift_label", name == "dspark"))
-    has_confidence = keys.flag("enable_confidence_head", keys.flag("use_confidence_head", False))
     block_size = keys.count("block_size", 8 if is_speculators else 0)
     if block_size < 2:
         raise CheckpointError(f"{where}: block_size must be at least 2, not {block_size}")
@@ -141,8 +136,6 @@ def read_block_options(
         is_window_causal=is_causal,
         markov_rank=rank,
         markov_kind=kind,
-        has_confidence=has_confidence,
-        confidence_reads_token=rank > 0 and keys.flag("confidence_head_with_markov", False),
         num_target_layers=keys.count("num_target_layers", 0) or None,
         default_layers="speculators" if is_speculators else "evenly",
     )

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from draft_service.drafters.heads import HeadDrafter
-from draft_service.models.block_draft import BlockDraft
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused
 from testing.block_cases import (
@@ -47,7 +44,7 @@ def test_a_block_after_a_text_that_came_in_parts(make: Make, target: Path) -> No
                 is_last = start + chunk >= 41
                 asked = limits(4) if is_last else None
                 tree = verifier.step(verifier.news(2, whole[start : start + chunk], asked))
-            expected, _ = reference.chain(whole[-1], states_of(verifier, 2), 4)
+            expected = reference.chain(whole[-1], states_of(verifier, 2), 4)
             assert chain_of(tree[2]) == expected
 
 
@@ -64,23 +61,8 @@ def test_keys_that_do_not_exist_are_not_attended(make: Make, target: Path) -> No
         verifier.add_hidden(message, 7, 19)
         tree = verifier.step(message)
         bonus = verifier.tokens[1][-1]
-        seen, _ = reference.chain(bonus, states_of(verifier, 1), 4, valid_from=7)
+        seen = reference.chain(bonus, states_of(verifier, 1), 4, valid_from=7)
         assert chain_of(tree[1]) == seen
-
-
-def test_confidences(make: Make, target: Path) -> None:
-    for kind in ("dspark", "dspark-gated"):
-        head, _ = KINDS[kind]
-        drafter, reference = make(head), BlockReference(head, target)
-        draft = drafter._head
-        assert isinstance(draft, BlockDraft)
-        states = torch.randn(9, head.width, generator=torch.Generator().manual_seed(1))
-        drafted, expected = reference.chain(5, states.double().numpy(), 5)
-        hidden = torch.from_numpy(reference.hidden(5, states.double().numpy())).float()
-        previous = torch.tensor([5, *drafted[:-1]])
-        given = draft.confidences(hidden, previous)
-        assert given is not None
-        np.testing.assert_allclose(given.detach(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_layers": 4, "fc_norm": True}])

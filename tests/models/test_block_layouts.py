@@ -65,6 +65,10 @@ LAYOUTS: dict[str, tuple[TinyHead, TinyHead]] = {
         DSPARK,
         renamed(DSPARK, ("markov_head.", ""), ("confidence_head.proj.", "confidence_proj.")),
     ),
+    "without-confidence": (
+        DSPARK,
+        changed(DSPARK, confidence_head__proj__weight=None, confidence_head__proj__bias=None),
+    ),
     "block-size-inside": (
         DFLASH,
         changed(DFLASH, {"block_size": None, "dflash_config": {"block_size": 5}}),
@@ -194,9 +198,9 @@ REFUSED: dict[str, tuple[TinyHead, str]] = {
         changed(DSPARK, {"dflash_config": {"markov_rank": RANK + 1}}),
         r"markov_w1\.weight has shape \[128, 6\]",
     ),
-    "confidence": (
-        changed(DFLASH, {"dflash_config": {"enable_confidence_head": True}}),
-        "missing tensor confidence_head",
+    "unknown-confidence": (
+        changed(DSPARK, confidence_head__gate__weight=torch.ones(1)),
+        r"unexpected tensor confidence_head\.gate\.weight",
     ),
     "nan": (changed(DFLASH, norm__weight=torch.full((HIDDEN,), torch.nan)), "infinite or no num"),
     "no-d2t": (changed(DFLASH, lm_head__weight=torch.ones(80, HIDDEN)), "missing tensor d2t"),

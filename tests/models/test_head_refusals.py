@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[TinyHead, str]] = {
     "layer-types": (with_(EAGLE, {"layer_types": 1}), "layer_types must be a list of names"),
     "layers": (with_(EAGLE3, {"num_hidden_layers": 10**6}), "num_hidden_layers must be at most"),
     "flag": (with_(EAGLE3, {"norm_output": "false"}), "norm_output must be true or false"),
-    "block-flag": (with_(DSPARK, {"enable_confidence_head": "no"}), "confidence_head must be true or false"),
+    "block-flag": (with_(DSPARK, {"sample_from_anchor": "no"}), "sample_from_anchor must be true or false"),
     "block-layers": (with_(DSPARK, {"num_hidden_layers": None}), "num_hidden_layers is missing"),
     "layer-config": (with_(speculators(EAGLE3), {"transformer_layer_config": [1]}), "'eagle3' with None layers"),
     "layer-model": (with_(speculators(EAGLE3), {"speculators_model_type": ["eagle3"]}), r"type \['eagle3'\]"),

@@ -79,10 +79,6 @@ def test_a_trained_draft_is_served_as_it_was_trained(algorithm: str, tmp_path: P
     if served.markov is not None:
         state = served.markov.start(5)
         own = own + served.markov.bias(served.markov.embed(previous), found, state)[0]
-        confidences = served.confidences(found, previous)
-        assert confidences is not None
-        expected = head.confidence(hidden, previous).sigmoid()
-        torch.testing.assert_close(confidences, expected, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(own, logits, atol=1e-3, rtol=1e-3)
     load_block_head(tmp_path / "draft", head.shape)
 

@@ -235,7 +235,7 @@ def block_loss(
 
     DFlash learns the target's distribution by cross-entropy; DSpark by a tenth of that and nine
     tenths of the distance of both distributions; half of it is the chance of a rejection. Its
-    confidence head learns the chance of acceptance.
+    confidence head learns the chance of acceptance, for other servers: ours does not load it.
 
     Args:
         tokens: Token ids, int64 [B, T].
