@@ -9,7 +9,7 @@ import torch
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, largest_limits, with_tree_defaults
-from foredraft.errors import AttachRefused, ForedraftError
+from foredraft.errors import AttachRefused, ForedraftError, InvalidRequest
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kept_fingerprints import kept_fingerprint
 from foredraft.models.speculation import TokenIds, check_tokens, resolve
@@ -205,11 +205,19 @@ class DraftLink:
 
     @property
     def projection_bytes(self) -> int:
-        """Bytes of the draft's projection in this process; 0 until the draft has answered."""
+        """Bytes of the draft's projection in this process.
+
+        They are 0 until the draft has answered, and where its attach will be refused since it names
+        no known type.
+        """
         info = self.client.info
         if info is None or not self._projects_here(info):
             return 0
-        return info.hidden.width * info.fusion.width * codec.to_torch(info.hidden.dtype).itemsize
+        try:
+            dtype = codec.to_torch(info.hidden.dtype)
+        except InvalidRequest:
+            return 0
+        return info.hidden.width * info.fusion.width * dtype.itemsize
 
     def _projects_here(self, info: draft_pb2.GetDraftInfoResponse) -> bool:
         """Returns whether the verifier projects hidden states for the draft.
