@@ -1,4 +1,4 @@
-"""Starts one running stack for all tests of the gateway."""
+"""Starts one running stack for all tests of the gateway, and gateways before scripted verifiers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,9 @@ import pytest
 
 from foredraft.cli.stack import LocalStack
 from testing import stack as stacks
+from testing import tiny_tokenizers
+from testing.scripted_verifier import ScriptedVerifier, serving
+from tests.gateway.scripted import TOKENIZER, Rig
 
 # As Qwen's, with the names of functions alone.
 TOOL_TEMPLATE = (
@@ -73,3 +76,34 @@ def caller(tool_url: str) -> Iterator[openai.OpenAI]:
     """Returns a client of a model whose template knows tools."""
     with openai.OpenAI(base_url=tool_url + "/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with the tokenizer of `scripted`."""
+    directory = tmp_path_factory.mktemp("scripted") / "model"
+    tiny_tokenizers.save(tiny_tokenizers.byte_level(), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def scripted_gateway(
+    scripted_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Rig]:
+    """Yields a gateway in front of a scripted verifier."""
+    verifier = ScriptedVerifier(scripted_model, TOKENIZER.vocab_size)
+    address = f"unix:{tmp_path_factory.mktemp('socket')}/v.sock"
+    with serving(verifier, address), stacks.running_gateway(address) as addresses:
+        rig = Rig(verifier, *addresses)
+        stacks.eventually(rig.is_ready)
+        yield rig
+        rig.http.close()
+        rig.channel.close()
+
+
+@pytest.fixture
+def rig(scripted_gateway: Rig) -> Rig:
+    """Returns that gateway with a verifier that has forgotten earlier tests."""
+    scripted_gateway.verifier.forget()
+    stacks.eventually(scripted_gateway.is_ready)
+    return scripted_gateway
