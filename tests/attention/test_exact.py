@@ -15,20 +15,12 @@ from foredraft.runner.batch import ancestor_mask
 from testing.attention_spans import SCALE, SequenceSpan, batch_of, brute_force, slots_of
 from testing.exact_rows import ExactText, Part, parts_with_other_bits, random_tree
 from testing.triton_device import DEVICE, needs_gpu, needs_triton
+from tests.attention.segment_sharing import sharing_from
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Programs that share out a block's segments, and keys of a sequence from which on they do.
-SHARING = {"together": (0, 0), "apart": (1 << 30, 0), "apart from 540 keys on": (1 << 30, 540)}
-
-
-@pytest.fixture(params=SHARING)
-def sharing(request, monkeypatch):
-    """Whether segments are shared out among programs."""
-    programs, short = SHARING[request.param]
-    monkeypatch.setattr(exact_triton, "_PROGRAMS_PER_UNIT", programs)
-    monkeypatch.setattr(exact_triton, "_SHORT", short)
+sharing = sharing_from(540)
 
 
 @pytest.mark.usefixtures("sharing")

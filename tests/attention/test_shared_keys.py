@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from foredraft.attention import exact_triton
 from foredraft.attention.base import SequenceSpan
 from foredraft.attention.exact_triton import TILE, ExactAttention
 from foredraft.attention.triton_plan import SharedKeys, TritonPlan, plan_of_spans
@@ -14,6 +13,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
 from testing.attention_spans import SCALE, batch_of, brute_force, slots_of
 from testing.triton_device import DEVICE, needs_gpu, needs_triton
+from tests.attention.segment_sharing import sharing_from
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 PAGE_SIZE = 16
@@ -143,16 +143,7 @@ class Step:
         return out
 
 
-# Programs that share out a block's segments, and keys of a sequence from which on they do.
-SHARING = {"together": (0, 0), "apart": (1 << 30, 0), "apart from 300 keys on": (1 << 30, 300)}
-
-
-@pytest.fixture(params=SHARING)
-def sharing(request, monkeypatch):
-    """Whether the segments that are not shared are distributed to programs."""
-    programs, short = SHARING[request.param]
-    monkeypatch.setattr(exact_triton, "_PROGRAMS_PER_UNIT", programs)
-    monkeypatch.setattr(exact_triton, "_SHORT", short)
+sharing = sharing_from(300)
 
 
 # Shared keys that end at a segment's end, inside of one, behind position 1,024, and right before
