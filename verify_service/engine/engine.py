@@ -35,7 +35,9 @@ from verify_service.scheduler.token_limits import TokenLimits
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # interval at which an idle engine looks at its drafts
+# Interval at which an idle engine looks at its drafts, and time without a request after which it
+# does what may wait.
+IDLE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Engine:
         self._self_tests = tuple(self_tests)
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_checked = False  # pages and slots, since something was last done
+        self._is_quiet = False  # whether there was no request for a while
         self._num_submitted = self._num_added = 0
         self._submit_lock = threading.Lock()
         self._stopping = False
@@ -244,11 +247,13 @@ class Engine:
         self._gauges.publish(self._steps.has_work)
         if self._start_self_test(is_quiet=False):
             return
-        if self._inbox.empty() and self._executor.prepare():
+        # Between two requests of a client, the second one would wait for it.
+        if self._is_quiet and self._inbox.empty() and self._executor.prepare():
             return
         try:
             asked = self._inbox.get(timeout=IDLE_SECONDS)
         except queue.Empty:
+            self._is_quiet = True
             if self._start_self_test(is_quiet=True):
                 return
             if not self._is_checked:  # looks at every page: 50 ms for 60,000
@@ -277,7 +282,7 @@ class Engine:
             self._inbox.get_nowait()()
 
     def _add(self, number: int, request: EngineRequest) -> None:
-        now = time.monotonic()
+        now, self._is_quiet = time.monotonic(), False
         if not request.is_probe and any(test.interrupt() for test in self._self_tests):
             for other in self._live.probes:
                 self._scheduler.cancel(other)
