@@ -125,7 +125,30 @@ class _Metaspace(_Stateless):
         return result
 
 
-class _ByteFallback:
+class _Utf8:
+    """Decodes bytes as UTF-8, and holds the beginning of a character until its end has come.
+
+    Args:
+        errors: What becomes of broken bytes, see `codecs`.
+    """
+
+    def __init__(self, errors: str) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    @property
+    def settled(self) -> bool:
+        return not self.holds
+
+    def flush(self) -> list[str]:
+        text = self._decoder.decode(b"", final=True)
+        return [text] if text else []
+
+
+class _ByteFallback(_Utf8):
     """Decodes byte tokens as UTF-8; each broken byte reads as a replacement character, as in
     SentencePiece.
 
@@ -135,15 +158,7 @@ class _ByteFallback:
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(_ERRORS)
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
-    @property
-    def settled(self) -> bool:
-        return not self.holds
+        super().__init__(_ERRORS)
 
     def feed(self, pieces: list[str]) -> list[str]:
         result: list[str] = []
@@ -157,33 +172,18 @@ class _ByteFallback:
                 result.append(piece)
         return result
 
-    def flush(self) -> list[str]:
-        text = self._decoder.decode(b"", final=True)
-        return [text] if text else []
 
-
-class _ByteLevel:
+class _ByteLevel(_Utf8):
     """Decodes characters that each stand for a byte (GPT-2).
 
     Broken UTF-8 reads as replacement characters.
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._decoder.getstate()[0])
-
-    @property
-    def settled(self) -> bool:
-        return not self.holds
+        super().__init__("replace")
 
     def feed(self, pieces: list[str]) -> list[str]:
         return [self._decoder.decode(_byte_level_bytes(piece)) for piece in pieces]
-
-    def flush(self) -> list[str]:
-        return [self._decoder.decode(b"", final=True)]
 
 
 class _StripPieces(_Stateless):
