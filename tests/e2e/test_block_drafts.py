@@ -2,16 +2,15 @@
 under pressure on pages.
 """
 
-import random
 from pathlib import Path
 
 import pytest
 
-from foredraft.types import SamplingParams
 from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import TinyHead, save_head
 from testing.engines import Job, running_engine
+from testing.repeated_texts import jobs_with_prefix
 
 # A pool so small that four sequences preempt each other, chunks far shorter than the prompts.
 PRESSURE = {
@@ -41,16 +40,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs() -> list[Job]:
-    """Prompts with a long prefix in common, greedy and seeded in turn."""
-    rng = random.Random(0)
-    common = [rng.randrange(2, 126) for _ in range(30)]
-    return [
-        Job(
-            common + [rng.randrange(2, 126) for _ in range(3 + 5 * i)],
-            SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=50, ignore_eos=True, seed=i),
-        )
-        for i in range(5)
-    ]
+    return jobs_with_prefix(5, 30, 50)
 
 
 @pytest.fixture(scope="module")

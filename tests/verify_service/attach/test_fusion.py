@@ -3,7 +3,6 @@ fewer numbers, and weights that are not what the draft says cost the draft alone
 """
 
 import math
-import random
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -22,11 +21,12 @@ from foredraft.errors import AttachRefused
 from foredraft.layers.fusion import Fusion
 from foredraft.transport import codec
 from foredraft.transport.fusion import describe, fill, parts_of, shape_of
-from foredraft.types import FusionShape, SamplingParams
+from foredraft.types import FusionShape
 from testing.block_drafts import tiny_block
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import HIDDEN, TinyHead, save_head, tiny_head
 from testing.engines import Job, Result, running_engine
+from testing.repeated_texts import jobs_with_prefix
 from verify_service.attach.fusion import FusionSource
 from verify_service.connection.client import DraftClient
 
@@ -45,15 +45,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs() -> list[Job]:
-    rng = random.Random(0)
-    common = [rng.randrange(2, 126) for _ in range(20)]
-    return [
-        Job(
-            common + [rng.randrange(2, 126) for _ in range(3 + 5 * i)],
-            SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=40, ignore_eos=True, seed=i),
-        )
-        for i in range(4)
-    ]
+    return jobs_with_prefix(4, 20, 40)
 
 
 @pytest.mark.parametrize(
