@@ -116,9 +116,11 @@ class GraphExecutor(EagerExecutor):
         num_rows = graphs.shapes.row_size(len(batch), ahead.num_rows)
         sequences = [rows.sequence for rows in batch]
         self._filler.fill_ahead(sequences, num_rows, ahead)
+        captured = capture or graphs.capture
         if self._filler.members.is_two_phase:
-            capture = capture or graphs.capture
-            graphs.two_phase.prepare(len(batch), num_rows, capture, _has_logprobs(sequences))
+            graphs.two_phase.prepare(len(batch), num_rows, captured, _has_logprobs(sequences))
+        else:
+            graphs.prepare(len(batch), num_rows, captured, *self._flags)
         graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
@@ -160,6 +162,11 @@ class GraphExecutor(EagerExecutor):
         self._filler.update_pages(sequences)
         return self._mixed.forward(rows, capture or self._graphs.capture)
 
+    @property
+    def _flags(self) -> tuple[bool, bool]:
+        """Whether the filled-in step filters, and whether it reads shared keys once."""
+        return self._filler.members.is_filtered, self._filler.shares_keys
+
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
         return self._graphs.shapes.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
@@ -177,8 +184,7 @@ class GraphExecutor(EagerExecutor):
         capture = capture or graphs.capture
         where = graphs.accepted[:count], graphs.accepted_index
         if not self._filler.members.is_two_phase:
-            flags = self._filler.members.is_filtered, self._filler.shares_keys
-            running = graphs.start(count, num_rows, capture, *flags)
+            running = graphs.start(count, num_rows, capture, *self._flags)
             SHARED_KEY_STEPS.inc(self._filler.shares_keys)
             outcome = DeviceOutcome(count, *where, running.output)
             return GraphRun(running, num_rows, outcome, self._vocab_size)

@@ -66,6 +66,27 @@ class DecodeGraphs:
         self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
+    def prepare(
+        self,
+        num_sequences: int,
+        num_rows: int,
+        capture: Sequence[int],
+        is_filtered: bool = False,
+        shares_keys: bool = False,
+    ) -> StepKind:
+        """Captures the graph of `start` from the records that are filled in, unless it exists.
+
+        Call it before the stream waits for a draft: capturing waits for the stream, so nothing
+        could end that wait.
+        """
+        kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
+        if kind not in self._steps:
+            if self._listener is not None:
+                self._listener.prepare(kind, num_sequences, self.buffers)
+            self.buffers.upload(num_sequences)
+            self._steps[kind] = self._capturing.record(lambda: self._compute(kind))
+        return kind
+
     def start(
         self,
         num_sequences: int,
@@ -82,11 +103,9 @@ class DecodeGraphs:
             is_filtered: Whether the step applies top-k, top-p and min-p of the records.
             shares_keys: Whether the step reads shared keys once, as the records say.
         """
-        kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
+        kind = self.prepare(num_sequences, num_rows, capture, is_filtered, shares_keys)
         if self._listener is not None:
             self._listener.step(kind, num_sequences, self.buffers)
-        if kind not in self._steps:
-            self._steps[kind] = self._capture_step(kind)
         graph, output = self._steps[kind]
         graph.replay()
         return self.buffers.download(kind, num_sequences, output)
@@ -198,9 +217,6 @@ class DecodeGraphs:
     def _can_share(self) -> list[tuple[int, int]]:
         """Returns the shapes of steps that can read shared keys once."""
         return [shape for shape in self.shapes.all() if self._step.block_sizes(*shape).count]
-
-    def _capture_step(self, kind: StepKind) -> tuple[torch.cuda.CUDAGraph, ModelOutput]:
-        return self._capturing.record(lambda: self._compute(kind))
 
     def _try(self, kind: StepKind) -> None:
         with self._step.without_repeats():

@@ -24,7 +24,7 @@ class StepListener(Protocol):
         """Hears of a forward whose tokens the sampler chooses."""
 
     def prepare(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
-        """Hears of a two-phase step that is captured."""
+        """Hears that the graphs of a step are captured."""
 
     def two_phase_step(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
         """Hears of a two-phase step."""

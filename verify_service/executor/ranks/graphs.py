@@ -29,6 +29,7 @@ from verify_service.executor.ranks.messages import Kind
 STEP = Layout(
     ("num_rows", np.int32),
     ("is_filtered", np.int32),
+    ("is_two_phase", np.int32),
     ("with_logprobs", np.int32),
     ("shares_keys", np.int32),
 )
@@ -100,7 +101,13 @@ class StepSender:
         self, message: Kind, kind: StepKind, num_sequences: int, buffers: StepBuffers
     ) -> None:
         header = messages.header(message, num_sequences, len(kind.capture))
-        numbers = kind.rows, kind.is_filtered, kind.with_logprobs, kind.shares_keys
+        numbers = (
+            kind.rows,
+            kind.is_filtered,
+            kind.is_two_phase,
+            kind.with_logprobs,
+            kind.shares_keys,
+        )
         step = messages.packed(STEP, [numbers])
         layers = np.asarray(kind.capture, np.int32).tobytes()
         self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
@@ -186,14 +193,16 @@ class GraphFollower:
         block[:] = words.reshape(block.shape)
         buffers.upload(count)
         with_logprobs = bool(step["with_logprobs"])
+        flags = bool(step["is_filtered"]), bool(step["shares_keys"])
         if kind is Kind.STEP:
-            flags = bool(step["is_filtered"]), bool(step["shares_keys"])
             graphs.start(count, num_rows, capture, *flags)
         elif kind is Kind.GRAPH_FORWARD:
             graphs.forward(count, num_rows, capture)
             torch.cuda.current_stream().synchronize()
-        elif kind is Kind.PREPARE:
+        elif kind is Kind.PREPARE and step["is_two_phase"]:
             graphs.two_phase.prepare(count, num_rows, capture, with_logprobs)
+        elif kind is Kind.PREPARE:
+            graphs.prepare(count, num_rows, capture, *flags)
         else:
             two_phase = graphs.two_phase.start(count, num_rows, capture, with_logprobs)
             graphs.two_phase.choose(two_phase, 0)

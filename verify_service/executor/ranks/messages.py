@@ -27,7 +27,7 @@ class Kind(IntEnum):
     # Messages for captured steps, see `graphs`.
     PAGES = 5  # parts of page tables
     STEP = 6
-    PREPARE = 7  # captures a two-phase step
+    PREPARE = 7  # captures a step
     TWO_PHASE_STEP = 8  # a two-phase step
     GRAPH_FORWARD = 9
     MIXED = 10  # a forward with prompts
