@@ -1,5 +1,6 @@
 """The stream between rank 0 and a rank of another host: what arrives, who is refused, silence."""
 
+import contextlib
 import queue
 import random
 import socket
@@ -93,7 +94,8 @@ def test_strangers_are_passed_over_and_missing_ranks_named(
     monkeypatch.setattr(stream, "HELLO_SECONDS", 0.1)
     streams = Streams(HOST, SETTINGS)
     strangers = []
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00[1,2]", b"\x80\x04N.", b""):
+    deep = (1 << 16).to_bytes(4, "little") + b"[" * (1 << 16)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x05\x00\x00\x00[1,2]", b"\x80\x04N.", deep, b""):
         connection = socket.create_connection((HOST, streams.port))
         connection.sendall(said)
         strangers.append(connection)
@@ -102,6 +104,32 @@ def test_strangers_are_passed_over_and_missing_ranks_named(
     assert caplog.text.count("is no rank") == len(strangers)
     for connection in strangers:
         connection.close()
+
+
+def test_a_stranger_that_says_little_at_a_time_holds_nobody_up(
+    board: Board, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stream, "HELLO_SECONDS", 0.3)
+    streams, is_over = Streams(HOST, SETTINGS), threading.Event()
+    stranger = socket.create_connection((HOST, streams.port))
+
+    def drip() -> None:
+        with stranger, contextlib.suppress(OSError):
+            stranger.sendall((1 << 16).to_bytes(4, "little"))
+            while not is_over.wait(0.05):
+                stranger.sendall(b"[")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    end = threading.Timer(20.0, is_over.set)  # or a defect would never end
+    end.start()
+    with pytest.raises(ConfigError, match="ranks 1, 2 of other hosts have not come"):
+        streams.take({1, 2}, board, 1.0)
+    assert not is_over.is_set()
+    assert "is no rank: timed out" in caplog.text
+    is_over.set()
+    end.cancel()
+    dripping.join()
 
 
 def test_a_silent_or_lost_rank_0_is_noticed(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:

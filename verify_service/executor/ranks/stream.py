@@ -225,9 +225,8 @@ class Streams:
                     " hosts with the same --dist-init-addr and their own --node-rank"
                 ) from None
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(HELLO_SECONDS)
             try:
-                hello = _received_json(connection)
+                hello = _received_json(connection, time.monotonic() + HELLO_SECONDS)
                 refusal = self._refusal(hello, missing)
                 _send_json(connection, {"refusal": refusal})
             except (OSError, ValueError) as error:
@@ -256,9 +255,20 @@ class Streams:
         return ""
 
 
-def _received(connection: socket.socket, length: int) -> bytes:
+def _received(connection: socket.socket, length: int, until: float = math.inf) -> bytes:
+    """Waits for `length` bytes.
+
+    Args:
+        until: Time of `time.monotonic` at which they must have come; infinite for each part to
+            take as long as the connection's own timeout.
+    """
     data = bytearray()
     while len(data) < length:
+        if until < math.inf:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            connection.settimeout(left)
         part = connection.recv(length - len(data))
         if not part:
             raise ConnectionError("it has ended")
@@ -271,12 +281,19 @@ def _send_json(connection: socket.socket, value: Mapping[str, Any]) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _received_json(connection: socket.socket) -> dict[str, Any]:
-    """Reads a JSON object of at most MAX_HELLO_BYTES bytes; raises ValueError for anything else."""
-    (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+def _received_json(connection: socket.socket, until: float = math.inf) -> dict[str, Any]:
+    """Reads a JSON object of at most MAX_HELLO_BYTES bytes; raises ValueError for anything else.
+
+    Args:
+        until: See `_received`.
+    """
+    (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size, until))
     if not 0 < length <= MAX_HELLO_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    value = json.loads(_received(connection, length))
+    try:
+        value = json.loads(_received(connection, length, until))
+    except RecursionError:
+        raise ValueError("JSON of too many levels") from None
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
