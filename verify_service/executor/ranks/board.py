@@ -142,11 +142,13 @@ class Board:
 
     def write(self, message: bytes) -> None:
         """Sends a message to all other ranks; waits while the ring has no room.
+
         Raises:
-            ValueError: The message is longer than half of the ring.
+            ValueError: The message, with its length, is longer than half of the ring.
         """
         length = -(-len(message) // _WORD) * _WORD
-        if length > RING_BYTES // 2:
+        # A longer one might never find room: what is left of the ring is not used for it.
+        if _WORD + length > RING_BYTES // 2:
             raise ValueError(f"a message of {len(message)} bytes is too long for ranks' memory")
         for stream in self.streams:
             stream.send(message)
