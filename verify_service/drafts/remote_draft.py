@@ -118,7 +118,7 @@ class RemoteDraft:
         """See `DraftProxy`."""
         epoch = self._client.epoch
         if epoch != self._epoch:
-            if self._wire.requests.are_open:  # nobody waited for these answers, which never come
+            if self._wire.requests.are_trying:  # no step waited for this answer, which never comes
                 self._failed()
             self._begin(epoch)
 
