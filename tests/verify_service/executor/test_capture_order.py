@@ -32,7 +32,7 @@ class Noted(DecodeGraphs):
         self.two_phase, self._listener = MagicMock(), None
         self._step, self.trees = MagicMock(), torch.empty(0)
         self.accepted = self.accepted_index = torch.empty(0)
-        self.capture, self._steps = (), {}
+        self.capture, self._steps, self._op_by_op = (), {}, set()
 
 
 @pytest.mark.parametrize("shares_keys", [False, True])

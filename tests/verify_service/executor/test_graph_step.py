@@ -169,9 +169,12 @@ def test_shared_keys_are_read_once(
 def test_no_memory_for_graphs_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine goes on, and captures a step when a request needs it."""
+    """The engine goes on, and runs steps without graphs where a request needs such ones."""
     path = make_checkpoint(tmp_path, num_hidden_layers=1)
-    work = [Job([5, 6, 7], SamplingParams(max_new_tokens=3, seed=1, top_p=0.7))]
+    work = [
+        Job([5, 6, 7], SamplingParams(max_new_tokens=3 + i, seed=i, top_p=top_p))
+        for i, top_p in enumerate((0.7, 1.0))
+    ]
 
     def texts(after: Callable[[], object] = lambda: None) -> list[list[int]]:
         flags = {"page_size": 8, "max_total_tokens": 64, "max_running_requests": 3}
@@ -182,20 +185,17 @@ def test_no_memory_for_graphs_ahead(
     want = texts()
     from testing.eager_graphs import EagerCapturing, EagerGraphs, use_eager_graphs  # needs Triton
 
-    is_short, capture, capture_next = [False], EagerCapturing.capture, EagerGraphs.capture_next
-    ended = threading.Event()
+    capture, capture_next = EagerCapturing.capture, EagerGraphs.capture_next
+    is_short, ended = threading.Event(), threading.Event()
 
     def short(self: Any, run: Callable[[], Any]) -> Any:
-        if is_short[0]:
+        if is_short.is_set():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return capture(self, run)
 
     def ahead(self: Any) -> bool:
-        is_short[0] = True
-        try:
-            made = capture_next(self)
-        finally:
-            is_short[0] = False
+        is_short.set()
+        made = capture_next(self)
         if not made:
             ended.set()
         return made

@@ -20,7 +20,7 @@ class Recorded(DecodeGraphs):
         can_share: Whether steps can read shared keys once.
     """
 
-    _listener = None
+    _listener, _is_warm = None, False
 
     def __init__(self, can_share: bool = False) -> None:
         self.shapes = PaddedShapes(2, 4)
@@ -28,6 +28,7 @@ class Recorded(DecodeGraphs):
         self._step = MagicMock()
         self._step.block_sizes = lambda batch, rows: BlockSizes(2, can_share * (batch // 2), 1)
         self._steps, self.ran = {}, []  # type: ignore[assignment]
+        self._op_by_op = set()
 
     def idle_step(
         self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
@@ -108,7 +109,7 @@ def test_without_memory_no_more_are_captured_ahead(
     assert made._steps == steps  # no step takes a graph that has failed
     assert left == [0]  # the memory was free when it was given back
     [record] = caplog.records
-    assert record.getMessage().startswith("no memory for CUDA graphs ahead of the steps that need")
+    assert record.getMessage().startswith("no memory for more CUDA graphs; steps run without: ")
 
 
 def test_other_errors_of_later_captures_end_the_engine() -> None:
@@ -119,6 +120,13 @@ def test_other_errors_of_later_captures_end_the_engine() -> None:
     made.warm_up(())
     with pytest.raises(RuntimeError, match="illegal memory"):
         made.capture_next()
+
+
+def test_without_memory_at_the_start_there_is_none() -> None:
+    """What calls it names the flags that help."""
+    made = Recorded()
+    with pytest.raises(RuntimeError, match="capture failed"):
+        made._unless_short(made._kind(1, 1, ()), lambda: exhaust(weakref.WeakSet()))
 
 
 def test_ranks_do_not_part_ways() -> None:

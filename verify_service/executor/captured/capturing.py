@@ -32,10 +32,11 @@ class Capturing:
     def run_aside(self, run: Callable[[], object]) -> None:
         """Runs once without capturing."""
         state = self._step.state.clone()
-        with self._step.without_repeats():
-            run_aside(run, self._step.inputs.device)
-        # A step that goes on from here must not begin where it has ended.
-        self._step.state.copy_(state)
+        try:
+            with self._step.without_repeats():
+                run_aside(run, self._step.inputs.device)
+        finally:  # a step that goes on from here must not begin where this one has ended
+            self._step.state.copy_(state)
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Captures what has run before; returns the graph, and what `run` returned."""

@@ -64,6 +64,9 @@ class DecodeGraphs:
         self.pool = self._capturing.pool
         self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
         self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
+        # Steps without a graph, since there was no memory for it; they run operation by operation.
+        self._op_by_op: set[StepKind] = set()
+        self._is_warm = False  # whether the start's graphs are there
         self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
     def prepare(
@@ -80,11 +83,11 @@ class DecodeGraphs:
         could end that wait.
         """
         kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
-        if kind not in self._steps:
+        if not self._is_known(kind):
             if self._listener is not None:
                 self._listener.prepare(kind, num_sequences, self.buffers)
             self.buffers.upload(num_sequences)
-            self._steps[kind] = self._capturing.record(lambda: self._compute(kind))
+            self._unless_short(kind, partial(self._capture, kind))
         return kind
 
     def start(
@@ -106,8 +109,11 @@ class DecodeGraphs:
         kind = self.prepare(num_sequences, num_rows, capture, is_filtered, shares_keys)
         if self._listener is not None:
             self._listener.step(kind, num_sequences, self.buffers)
-        graph, output = self._steps[kind]
-        graph.replay()
+        if kind in self._op_by_op:
+            output = self._compute(kind)
+        else:
+            graph, output = self._steps[kind]
+            graph.replay()
         return self.buffers.download(kind, num_sequences, output)
 
     def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
@@ -157,6 +163,7 @@ class DecodeGraphs:
         self.buffers.upload(1)
         step = self.two_phase.start(1, 1, self.capture, False)
         self.two_phase.choose(step, 0).chosen()
+        self._is_warm = True
 
     def idle_step(
         self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
@@ -169,29 +176,41 @@ class DecodeGraphs:
     def capture_next(self) -> bool:
         """Captures a missing step with filters, or with shared keys; returns whether there was one.
 
-        Call it while no step runs. Once memory has run out, such steps are captured only when they
-        are asked for.
+        Call it while no step runs. Once memory has run out, no more are captured ahead.
         """
         while self._later:
             kind = self._later.pop()
-            if kind not in self._steps:
-                self._capture_ahead(kind)
+            if not self._is_known(kind):
+                flags = kind.is_filtered, kind.shares_keys
+                self._unless_short(kind, partial(self.idle_step, kind.batch, kind.rows, *flags))
                 return True
         return False
 
-    def _capture_ahead(self, kind: StepKind) -> None:
+    def _is_known(self, kind: StepKind) -> bool:
+        """Returns whether a step was captured, or could not be."""
+        return kind in self._steps or kind in self._op_by_op
+
+    def _capture(self, kind: StepKind) -> None:
+        self._steps[kind] = self._capturing.record(lambda: self._compute(kind))
+
+    def _unless_short(self, kind: StepKind, run: Callable[[], None]) -> None:
+        """Runs a function that captures a step. If memory runs out in it, steps of this kind run
+        operation by operation from now on, and none are captured ahead any more.
+
+        At the start the error is raised, since other flags would help.
+        """
         try:
-            self.idle_step(kind.batch, kind.rows, kind.is_filtered, kind.shares_keys)
+            run()
             return
         except RuntimeError as error:
-            # Other ranks run this step too, and would wait for this one.
-            if self._listener is not None or not ran_out(error):
+            # Other ranks capture the step too, and would wait for this one.
+            if not self._is_warm or self._listener is not None or not ran_out(error):
                 raise
-            reason = str(error).strip().split("\n")[0]
-            logger.warning(
-                "no memory for CUDA graphs ahead of the steps that need them: %s", reason
-            )
+            if not self._op_by_op:
+                reason = str(error).strip().split("\n")[0]
+                logger.warning("no memory for more CUDA graphs; steps run without: %s", reason)
         # Here nothing refers any more to the error, and so to what the capture had allocated.
+        self._op_by_op.add(kind)
         self._later.clear()
         self._steps.pop(kind, None)
         torch.cuda.empty_cache()
