@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from foredraft.errors import ForedraftError
 from foredraft.rpc.channel import HealthProbe
-from foredraft.rpc.lifetime import child_environment
+from foredraft.rpc.lifetime import child_environment, signal_name
 
 logger = logging.getLogger(__name__)
 
@@ -370,10 +370,7 @@ def describe_exit(code: int) -> str:
     """Returns `exited with status 3` or `was killed by SIGSEGV`."""
     if code >= 0:
         return f"exited with status {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    return f"was killed by {signal_name(-code)}"
 
 
 def _tail(lines: Sequence[str]) -> str:

@@ -79,6 +79,14 @@ def end_at_once(status: int) -> None:
     os._exit(status)
 
 
+def signal_name(number: int) -> str:
+    """Returns `SIGKILL`, or `signal 40` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def stop_event() -> asyncio.Event:
     """Returns an event that SIGTERM or SIGINT sets; a second signal ends the process at once.
 

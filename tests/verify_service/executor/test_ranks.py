@@ -167,12 +167,13 @@ def test_a_rank_without_a_heartbeat_is_named(watchdog: RankWatchdog) -> None:
     assert found == f"rank 1 of 3 (pid {pid}) has shown no sign of life for {SILENT_SECONDS:g} s"
 
 
-def test_a_rank_that_has_ended_is_named(watchdog: RankWatchdog) -> None:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_a_rank_that_has_ended_is_named(watchdog: RankWatchdog, number: int, name: str) -> None:
     assert isinstance(watchdog._workers, Workers)
     process = watchdog._workers.processes[1]
-    process.kill()
+    process.send_signal(number)
     process.wait()
-    assert watchdog._dead() == f"rank 2 of 3 (pid {process.pid}) was ended by SIGKILL"
+    assert watchdog._dead() == f"rank 2 of 3 (pid {process.pid}) was ended by {name}"
 
 
 def test_a_rank_whose_numbers_do_not_come_is_named(watchdog: RankWatchdog) -> None:

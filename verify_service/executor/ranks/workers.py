@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.provenance import checksum
 from foredraft.models.registry import resolve_model_path
+from foredraft.rpc.lifetime import signal_name
 from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.group import ProcessGroup
@@ -188,7 +188,7 @@ class Workers:
             if status is not None:
                 how = f"ended with status {status}"
                 if status < 0:
-                    how = f"was ended by {signal.Signals(-status).name}"
+                    how = f"was ended by {signal_name(-status)}"
                 return rank, how
         return None
 
