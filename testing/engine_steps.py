@@ -139,7 +139,7 @@ class EngineSteps:
         tokens = float(batch)
         for sequence, num_nodes in zip(sequences, chosen.nodes, strict=True):
             if num_nodes:
-                history = self._engine._sizes._history(sequence)
+                history = self._engine._sizes._histories.of(sequence)
                 row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
                 gains = acceptance.gains([row], [pool])[0]
                 tokens += float(gains[: acceptance.bins.num_within(num_nodes)].sum())

@@ -94,7 +94,7 @@ class Bench:
 
     def use(self, policy: Controller, acceptance: float) -> None:
         """Exchanges the policy between two steps."""
-        self.engine._inbox.put(lambda: setattr(self.engine._sizes, "controller", policy))
+        self.engine._inbox.put(lambda: setattr(self.engine._sizes._decider, "controller", policy))
         _simulated(self.engine).acceptance = acceptance
 
     def run(self, policy: Controller, acceptance: float, seconds: float) -> list[Step]:

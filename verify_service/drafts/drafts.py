@@ -1,7 +1,7 @@
 """The drafts of an engine: none, one or several, each with its own connection and epoch.
 
-The planner of the step (`engine.tree_sizes`) decides which of them drafts for a sequence. The
-sequence's other drafts are synced now and then, like a draft that is not asked for a while.
+`engine.step_decision` decides which of them drafts for a sequence. The sequence's other drafts are
+synced now and then, like a draft that is not asked for a while.
 """
 
 import time

@@ -114,9 +114,9 @@ def test_a_draft_that_is_not_asked_is_told_now_and_then(target: Path) -> None:
     drafter.texts = texts(target, work)
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
-        engine = harness.engine
-        limit = engine._sizes.limit
-        engine._sizes.limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
+        decider = harness.engine._sizes._decider
+        limit = decider.limit
+        decider.limit = lambda seq: 0 if seq.num_output < 80 else limit(seq)
         run(harness, drafter, work)
         assert harness.engine._drafts.each[0]._hidden._runs == {}
     told = [request for request in drafter.requests if request.sequences]

@@ -87,7 +87,7 @@ def test_steps_go_on_while_an_answer_is_late(target: Path) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.controller = Tries(sizes.controller.max_nodes)
+        policy = sizes._decider.controller = Tries(sizes.controller.max_nodes)
         run_all(harness, drafter, work)  # to their ends, without the answer
         eventually(lambda: drafter.num_held == 1)
         assert policy.counts == []
@@ -106,7 +106,7 @@ def test_a_draft_that_never_answers_a_trial_is_dropped(target: Path) -> None:
     with engine_with(drafter, target, draft_step_timeout=0.5, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.controller = Tries(sizes.controller.max_nodes)
+        policy = sizes._decider.controller = Tries(sizes.controller.max_nodes)
         while drafter.num_held == 0 or harness.engine.load().draft_available:
             run_all(harness, drafter, work)
         run_all(harness, drafter, work)
@@ -132,7 +132,7 @@ def test_a_draft_that_is_only_told_is_not_waited_for(
     with engine_with(drafter, target, draft_step_timeout=60.0, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.controller = Tells(sizes.controller.max_nodes)
+        policy = sizes._decider.controller = Tells(sizes.controller.max_nodes)
         for _ in range(3):
             run_all(harness, drafter, work)
         assert drafter.num_held == 1
@@ -157,7 +157,7 @@ def test_tokens_judge_what_was_tried(target: Path, skill: float) -> None:
     with engine_with(drafter, target, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.controller = Tries(sizes.controller.max_nodes)
+        policy = sizes._decider.controller = Tries(sizes.controller.max_nodes)
         # How many trials end in a run depends on how fast the draft answers.
         eventually(
             lambda: (
@@ -179,7 +179,7 @@ def test_trials_are_judged_by_the_accept_length_that_is_simulated(target: Path) 
     with engine_with(drafter, target, simulate_accept_length=2.5, **FLAGS) as harness:
         harness.wait_for_draft()
         sizes = harness.engine._sizes
-        policy = sizes.controller = Tries(sizes.controller.max_nodes)
+        policy = sizes._decider.controller = Tries(sizes.controller.max_nodes)
 
         def accepted() -> list[int]:
             """Returns the accepted tokens of each tree with room for what is drawn."""

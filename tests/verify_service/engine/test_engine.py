@@ -458,7 +458,7 @@ def test_a_draft_that_is_not_asked_is_told_seldom_and_misses_nothing(
     }
     with running_engine(target, "STANDALONE", **flags) as harness:
         policy = rest()
-        harness.engine._sizes.controller = policy
+        harness.engine._sizes._decider.controller = policy
         sent: list[int] = []
         client = harness.engine._drafts.each[0]._client
         send = client.send
