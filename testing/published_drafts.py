@@ -12,16 +12,18 @@ from torch import nn
 
 from draft_service.drafters.beam_drafting import Scratch
 from draft_service.drafters.graph_drafting import GraphSettings
-from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.module_chain import ModuleChainProposer
+from draft_service.drafters.head_method import HeadMethod
+from draft_service.drafters.method import DraftMethod
+from draft_service.drafters.module_chain import ModuleChainMethod
 from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
-from draft_service.drafters.standalone import _StandaloneProposer
+from draft_service.drafters.standalone import ModelMethod
 from draft_service.models.draft_head import DraftHead, HeadSpec, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
 from draft_service.models.mtp import MTPHead
 from draft_service.steps.head_runner import HeadRunner
+from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
@@ -127,20 +129,27 @@ def make_proposer(
         prepared(model)
         kv, attention = _kv(config, scratch, device), TritonAttention()
         runner = ModelRunner(model, kv, attention, cut_keys=False)
-        return _StandaloneProposer(runner, None, request, LIMITS, scratch, graphs)
+        return PagedProposer(ModelMethod(runner, None, request, scratch), request, LIMITS, graphs)
     head = _head(name, device)
     prepared(head)
     head_runner = HeadRunner(head, _kv(head.config.layer, scratch, device), TritonAttention())
-    proposer: HeadProposer
+    method: DraftMethod = HeadMethod(head_runner, request, scratch)
     if head.num_modules > 1:
-        proposer = ModuleChainProposer(head_runner, request, LIMITS, scratch)
-    else:
-        proposer = HeadProposer(head_runner, request, LIMITS, scratch, graphs)
-    proposer.hidden = InlineReader(RowFormat(head.hidden_width, BF16))
-    proposer._states = lambda extension: torch.zeros(  # type: ignore[method-assign]
-        len(extension.tokens), head.hidden_width, dtype=BF16, device=device
-    )
+        method, graphs = ModuleChainMethod(head_runner, request), None
+    proposer = PagedProposer(method, request, LIMITS, graphs)
+    proposer.hidden = BlankReader(RowFormat(head.hidden_width, BF16), device)
     return proposer
+
+
+class BlankReader(InlineReader):
+    """Gives rows of zeros on a device for any that a message names."""
+
+    def __init__(self, row: RowFormat, device: torch.device) -> None:
+        super().__init__(row)
+        self._row, self._device = row, device
+
+    def read(self, rows: draft_pb2.HiddenRows) -> torch.Tensor:
+        return torch.zeros(rows.num_rows, self._row.width, dtype=BF16, device=self._device)
 
 
 def _kv(config: ModelConfig, scratch: Scratch, device: torch.device) -> PagedKV:
@@ -187,5 +196,6 @@ def make_extensions(counts: list[int], starts: list[int], wanted: list[bool]) ->
             slot, SamplingParams(), 0, start + count, start + count, pages=pages
         )
         limits = LIMITS if is_wanted else None
-        found.append(Extension(sequence, start, [2] * count, None, limits))
+        hidden = draft_pb2.HiddenRows(num_rows=count)
+        found.append(Extension(sequence, start, [2] * count, hidden, limits))
     return found

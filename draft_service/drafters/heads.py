@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch
-from draft_service.drafters.block_proposer import BlockProposer
-from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.module_chain import ModuleChainProposer
+from draft_service.drafters.block_method import BlockMethod
+from draft_service.drafters.head_method import HeadMethod
+from draft_service.drafters.method import DraftMethod
+from draft_service.drafters.module_chain import ModuleChainMethod
 from draft_service.drafters.paged import (
     TYPICAL_BATCH,
     DrafterOptions,
@@ -22,7 +23,7 @@ from draft_service.drafters.paged import (
     weight_bytes,
 )
 from draft_service.drafters.paged_proposer import Limits, PagedProposer
-from draft_service.drafters.parallel_proposer import ParallelProposer
+from draft_service.drafters.parallel_method import ParallelMethod
 from draft_service.drafters.target_weights import TargetWeights
 from draft_service.models.block_draft import BlockDraft
 from draft_service.models.draft_head import DraftHead, LevelHead
@@ -82,7 +83,7 @@ class HeadDrafter(PagedDrafter):
         self._target = target
         self._name = name
         self._target_weights = target_weights
-        self.has_device_steps = head.num_modules == 1
+        self.has_fixed_steps = head.num_modules == 1
         # The fusion of hidden states, where the verifier may compute it itself.
         self._offered_fusion = None
         if head.fusion is not None and head.fusion.is_plain and not options.is_converted:
@@ -200,20 +201,19 @@ class HeadDrafter(PagedDrafter):
         proposer.on_close = weights.detach
         return proposer, response
 
-    def _proposer(
-        self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> PagedProposer:
+    def _method(
+        self, kv: PagedKV, attach: draft_pb2.AttachRequest, scratch: Scratch
+    ) -> DraftMethod:
         head = self._head
         if isinstance(head, BlockDraft):
-            blocks = BlockRunner(head, kv, self.attention)
-            return BlockProposer(blocks, attach, limits, scratch, self.graphs)
+            return BlockMethod(BlockRunner(head, kv, self.attention), attach, scratch)
         assert isinstance(head, LevelHead)
         runner = HeadRunner(head, kv, self.attention)
         if isinstance(head, PEagleHead):
-            return ParallelProposer(runner, head, attach, limits, scratch, self.graphs)
+            return ParallelMethod(runner, head, attach, scratch)
         if head.num_modules > 1:
-            return ModuleChainProposer(runner, attach, limits, scratch)
-        return HeadProposer(runner, attach, limits, scratch, self.graphs)
+            return ModuleChainMethod(runner, attach)
+        return HeadMethod(runner, attach, scratch)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         target = self._target

@@ -10,24 +10,6 @@ from foredraft.errors import InvalidRequest
 from foredraft.transport.base import HiddenReader
 
 
-def read_states(
-    reader: HiddenReader | None, extension: Extension, device: torch.device
-) -> torch.Tensor:
-    """Reads the target's hidden states of the positions before an extension's tokens.
-
-    Returns them as [n, width] on `device`.
-
-    Raises:
-        InvalidRequest: There are none, or another number than tokens.
-    """
-    slot, wanted, hidden = extension.sequence.slot, len(extension.tokens), extension.hidden
-    if hidden is None or reader is None:
-        raise InvalidRequest("hidden", f"slot {slot}: there is none for {wanted} tokens")
-    if hidden.num_rows != wanted:
-        raise InvalidRequest("hidden", f"slot {slot}: {hidden.num_rows} rows for {wanted} tokens")
-    return reader.read(hidden).to(device)
-
-
 class HiddenSource:
     """Holds hidden states at a fixed address: in the verifier's memory, or in a buffer of its own.
 

@@ -1,4 +1,4 @@
-"""Proposes chains from several MTP modules, one for each depth (DeepSeek-V3, arXiv 2412.19437,
+"""Drafts chains with several MTP modules, one for each depth (DeepSeek-V3, arXiv 2412.19437,
 section 2.2).
 
 At key p, module k reads the output of module k - 1 there (module 0: the target's hidden state of
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch, TreeRequest, empty_trees
-from draft_service.drafters.beam_proposer import Run, forwards
-from draft_service.drafters.head_proposer import HeadProposer
-from draft_service.drafters.paged_proposer import Limits
+from draft_service.drafters.beam_drafting import TreeRequest, empty_trees
+from draft_service.drafters.extending import Run, ending, forwards, most_rows, warm_up
+from draft_service.drafters.head_method import HeadLevels, head_sizes
+from draft_service.drafters.method import DraftMethod, ordering_of
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
+from draft_service.drafters.target_states import TargetStates
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
+from foredraft.transport.base import HiddenReader
 from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.trees.tree_building import BeamTree
 
@@ -53,23 +55,28 @@ class _Window:
         return Run(self.sequence, self.start, tokens, True)
 
 
-class ModuleChainProposer(HeadProposer):
-    """Drafts chains for one verifier with a head of several modules."""
+class ModuleChainMethod(DraftMethod):
+    """Drafts chains for one verifier with a head of several modules.
 
-    def __init__(
-        self,
-        runner: HeadRunner,
-        attach: draft_pb2.AttachRequest,
-        limits: Limits,
-        scratch: Scratch,
-    ) -> None:
-        super().__init__(runner, attach, limits, scratch)
+    Args:
+        runner: Runs the head.
+        attach: The verifier's sizes.
+    """
+
+    def __init__(self, runner: HeadRunner, attach: draft_pb2.AttachRequest) -> None:
+        self._runner, self._attach = runner, attach
+        self._levels, self._states = HeadLevels(runner), TargetStates(runner, attach.fused)
+        self.sizes = head_sizes(runner, self._states)
+        self._most_rows, self._ordering = most_rows(self.sizes.device), ordering_of(attach)
         self._num_modules = runner.head.num_modules
         self._kept: dict[int, _Window] = {}  # by slot: the last keys that were computed
         self._windows: list[_Window] = []
 
-    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
-        self._windows = [self._window(extension) for extension in extensions]
+    def extend(
+        self, extensions: Sequence[Extension], reader: HiddenReader | None
+    ) -> list[TreeRequest]:
+        """See DraftMethod."""
+        self._windows = [self._window(extension, reader) for extension in extensions]
         logits = self._compute(0)
         wanted = [
             (extension, row)
@@ -82,7 +89,8 @@ class ModuleChainProposer(HeadProposer):
             if extension.limits is not None
         ]
 
-    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        """See DraftMethod."""
         rows = {
             request.sequence.slot: request.logits
             for request in requests
@@ -100,7 +108,7 @@ class ModuleChainProposer(HeadProposer):
             for tree, windows in chains:
                 if depth < windows[0].wanted:
                     logits = torch.stack([rows[w.sequence.slot] for w in windows])[:, None]
-                    tokens, _ = tree.expand(logits, self._runner.token_map)
+                    tokens, _ = tree.expand(logits, self._runner.head.token_map)
                     for window, token in zip(windows, tokens[:, 0].tolist(), strict=True):
                         window.drafted.append(token)
         self._windows = []
@@ -110,12 +118,17 @@ class ModuleChainProposer(HeadProposer):
             trees |= {w.sequence.slot: t for w, t in zip(windows, finished, strict=True)}
         return [trees.get(request.sequence.slot, EMPTY) for request in requests]
 
-    def _window(self, extension: Extension) -> _Window:
+    def warm_up(self) -> None:
+        """See DraftMethod."""
+        warm_up(self._levels, self.sizes, self._attach, self._states.blank)
+
+    def _window(self, extension: Extension, reader: HiddenReader | None) -> _Window:
         """Returns an extension's keys, and before them the keys that deeper modules must compute
         again with the real tokens.
         """
         sequence, start = extension.sequence, extension.start
-        tokens, features = extension.tokens, self._fuse(self._states(extension))
+        states = self._states
+        tokens, features = extension.tokens, states.fuse(states.read(reader, extension))
         kept = self._kept.get(sequence.slot)
         if kept is not None and kept.sequence is sequence and kept.start < start:
             count = start - kept.start
@@ -141,13 +154,12 @@ class ModuleChainProposer(HeadProposer):
         for window in self._windows:
             if window.wanted:
                 groups.setdefault(window.wanted, []).append(window)
-        device = self._head_runner.head.device
         chains = []
         for steps, windows in groups.items():
             sequences = [window.sequence for window in windows]
-            chains.append(
-                (empty_trees(sequences, (steps, 1, steps), self._ordering, device), windows)
-            )
+            limits = steps, 1, steps
+            tree = empty_trees(sequences, limits, self._ordering, self.sizes.device)
+            chains.append((tree, windows))
         return chains
 
     def _compute(self, depth: int) -> list[torch.Tensor | None]:
@@ -159,7 +171,7 @@ class ModuleChainProposer(HeadProposer):
         following: list[list[torch.Tensor]] = [[] for _ in runs]
         logits: list[torch.Tensor | None] = [None] * len(runs)
         for parts in forwards(runs, self._most_rows):
-            output = self._head_runner.forward(
+            output = self._runner.forward(
                 [runs[index].rows(first, end) for index, first, end in parts],
                 torch.cat(
                     [self._windows[index].features[first:end] for index, first, end in parts]
@@ -170,8 +182,7 @@ class ModuleChainProposer(HeadProposer):
             sizes = [end - first for _, first, end in parts]
             for (index, _, _), part in zip(parts, output.features.split(sizes), strict=True):
                 following[index].append(part)
-            ending = [i for i, _, end in parts if runs[i].is_wanted and end == len(runs[i].tokens)]
-            for index, row in zip(ending, output.logits, strict=True):
+            for index, row in zip(ending(runs, parts), output.logits, strict=True):
                 logits[index] = row
         for window, pieces in zip(self._windows, following, strict=True):
             window.features = torch.cat(pieces) if pieces else window.features[:0]

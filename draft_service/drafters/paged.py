@@ -13,9 +13,11 @@ import torch
 
 from draft_service.drafters.base import Drafter
 from draft_service.drafters.beam_drafting import Scratch
+from draft_service.drafters.extending import GPU_CHUNK_ROWS
 from draft_service.drafters.graph_drafting import GraphSettings
+from draft_service.drafters.method import DraftMethod
 from draft_service.drafters.ngram_override import NgramOverride, OverrideSettings
-from draft_service.drafters.paged_proposer import GPU_CHUNK_ROWS, Limits, PagedProposer
+from draft_service.drafters.paged_proposer import Limits, PagedProposer
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
@@ -143,11 +145,11 @@ class PagedDrafter(Drafter):
     Attributes:
         attention: Attention backend of the device.
         graphs: See `DrafterOptions`.
-        has_device_steps: Whether fixed-shape steps can stay on a GPU.
+        has_fixed_steps: Whether steps on a GPU have a fixed shape.
     """
 
     max_sessions = 1
-    has_device_steps = True
+    has_fixed_steps = True
 
     def __init__(
         self,
@@ -221,7 +223,8 @@ class PagedDrafter(Drafter):
                 f"no memory for {request.num_pages} pages; lower --mem-fraction-static: {error}",
             ) from error
         kv_bytes = kv.bytes_per_page() * (request.num_pages + scratch.num_pages)
-        proposer = self._proposer(kv, request, limits, scratch)
+        graphs = self.graphs if self.has_fixed_steps else None
+        proposer = PagedProposer(self._method(kv, request, scratch), request, limits, graphs)
         if self._ngrams is not None:
             proposer.override = NgramOverride(self._ngrams)
         return proposer, draft_pb2.AttachResponse(kv_bytes=kv_bytes)
@@ -238,7 +241,7 @@ class PagedDrafter(Drafter):
             return
         info.device_uuid = cuda.uuid_of(self._kv_device)
         # N-grams are looked up on the host, which must know the tokens.
-        info.device_steps = self.has_device_steps and self._ngrams is None
+        info.device_steps = self.has_fixed_steps and self._ngrams is None
         topk = self._limits[1]
         # Scratch takes whole pages.
         num_rows = self._scratch_rows(self._limits) + PAGE_SLACK
@@ -252,10 +255,10 @@ class PagedDrafter(Drafter):
         info.workspace_bytes += GPU_CHUNK_ROWS * numbers * self._dtype.itemsize
 
     @abstractmethod
-    def _proposer(
-        self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> PagedProposer:
-        """Creates the proposer of a verifier that attaches."""
+    def _method(
+        self, kv: PagedKV, attach: draft_pb2.AttachRequest, scratch: Scratch
+    ) -> DraftMethod:
+        """Creates what computes the steps of a verifier that attaches."""
 
     @abstractmethod
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:

@@ -1,34 +1,28 @@
-"""Base class of proposers that keep KV on the verifier's page numbers: the order of work in a
-step.
+"""The order of work in a step of a draft that keeps KV on the verifier's page numbers.
+
+A `DraftMethod` computes; it is all that differs from algorithm to algorithm.
 """
 
 import math
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from draft_service.drafters.base import Proposer
-from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings, wait
 from draft_service.drafters.hidden_source import HiddenSource
+from draft_service.drafters.method import DraftMethod, ordering_of
 from draft_service.drafters.ngram_override import NgramOverride
-from draft_service.drafters.paged_sequences import Extension, PagedSequences
+from draft_service.drafters.paged_sequences import PagedSequences
 from draft_service.drafters.step_shape import draft_shape, handed_on
-from draft_service.steps.draft_step import DraftStep, StepOptions
+from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.graphs import DraftGraphs
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.cpu.threads import FEW_ROWS
 from foredraft.errors import AttachRefused, InvalidRequest
-from foredraft.models.config import ModelConfig
 from foredraft.runner.aside import ran_out
-from foredraft.trees.draft_tree import DraftTree
-from foredraft.trees.tree_building import Ordering
 
-# Maximum rows of one forward of long extensions, over all sequences: enough to use the device well,
-# few enough to fit in memory.
-CHUNK_ROWS, GPU_CHUNK_ROWS = 512, 1024
 # Steps on a CPU are brief up to this time, which a health check may wait. Two thread switches take
 # 0.25 ms of the 3 to 4 ms of a small head's step.
 BRIEF_SECONDS = 0.02
@@ -37,14 +31,13 @@ Limits = tuple[int, int, int]  # (steps, topk, nodes) of a tree; nodes are witho
 
 
 class PagedProposer(Proposer):
-    """Base class of proposers with KV: runs the steps of one verifier.
+    """Runs the steps of one verifier: extends by what was committed, then drafts.
 
     Args:
-        config: Configuration of the model, or of a head's layers.
+        method: Computes the steps.
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
-        device: Device that the model runs on.
-        shift: See `PagedSequences`.
+        graphs: Settings of steps of fixed shape; None where steps have none.
 
     Attributes:
         override: N-grams that replace the model's proposals; None for no n-grams.
@@ -56,20 +49,17 @@ class PagedProposer(Proposer):
 
     def __init__(
         self,
-        config: ModelConfig,
+        method: DraftMethod,
         attach: draft_pb2.AttachRequest,
         limits: Limits,
-        device: torch.device,
-        shift: int = 0,
+        graphs: GraphSettings | None = None,
     ) -> None:
-        self._config, self._shift = config, shift
-        self._attach, self._limits, self._device = attach, limits, device
-        self._most_rows = CHUNK_ROWS if device.type == "cpu" else GPU_CHUNK_ROWS
+        self._method, self._device = method, method.sizes.device
+        self._attach, self._limits, self._settings = attach, limits, graphs
         # Runs steps of fixed shape; None where a draft has none, and on a CPU.
         self._fixed_steps: GraphDrafting | None = None
-        self._sequences = PagedSequences(attach, limits, shift)
+        self._sequences = PagedSequences(attach, limits, method.sizes.shift)
         self._few_rows_took = math.inf  # seconds of the newest step that read few tokens
-        self._ordering: Ordering = "coupled" if attach.draft_sampling == "coupled" else "topk"
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -77,7 +67,7 @@ class PagedProposer(Proposer):
         try:
             self._fixed_steps = self._make_fixed_steps()
             if self._device.type == "cuda":
-                self._warm_up()
+                self._method.warm_up()
         except RuntimeError as error:
             if not ran_out(error):
                 raise
@@ -120,12 +110,13 @@ class PagedProposer(Proposer):
             response.draft_microseconds = (time.perf_counter_ns() - started) // 1000
             return response
         self._wait_for_rows()
-        tree_requests = self._extend(extensions)
+        tree_requests = self._method.extend(extensions, self.hidden)
         extended = time.perf_counter_ns()
         if fixed is not None:
             fixed.draft(tree_requests, response)
         else:
-            for tree_request, tree in zip(tree_requests, self._draft(tree_requests), strict=True):
+            trees = self._method.draft(tree_requests)
+            for tree_request, tree in zip(tree_requests, trees, strict=True):
                 if tree.tokens:
                     response.proposals.add(
                         slot=tree_request.sequence.slot, tokens=tree.tokens, parents=tree.parents
@@ -139,7 +130,7 @@ class PagedProposer(Proposer):
         return response
 
     def close(self) -> None:
-        """Frees the graphs and the n-grams; the KV goes with the proposer."""
+        """Frees the graphs, the n-grams and the KV."""
         if self.override is not None:
             self.override.close()
         if self._fixed_steps is not None:
@@ -147,34 +138,31 @@ class PagedProposer(Proposer):
             self._fixed_steps = None
         if self.on_close is not None:
             self.on_close()
+        del self._method
 
     def _make_fixed_steps(self) -> GraphDrafting | None:
-        """Creates the fixed-shape steps; None for a draft without them."""
-        return None
-
-    def _step_options(
-        self, settings: GraphSettings, vocab: int, feature_size: int = 0
-    ) -> StepOptions:
-        """Returns the options of fixed-shape steps.
-
-        Args:
-            settings: Settings of the draft's process.
-            vocab: Number of columns of the draft's logits.
-            feature_size: Number of elements of a head's features; 0 for drafts without features.
+        """Creates the steps of fixed shape, captured where the settings say so; None for a draft
+        without them.
         """
-        windows = self._config.windows
-        shape = draft_shape(self._attach, self._limits, vocab, feature_size, windows, self._shift)
-        max_batch = settings.max_batch(self._attach)
-        return StepOptions(shape, self._ordering, max_batch, handed_on(self.exchange, shape))
-
-    def _graph_drafting(
-        self, step: DraftStep, settings: GraphSettings, source: HiddenSource | None = None
-    ) -> GraphDrafting:
-        """Returns the runner of a step of fixed shape, captured where the settings say so."""
-        graphs = DraftGraphs(step)
+        settings, method, reader = self._settings, self._method, self.hidden
+        sizes = method.sizes
+        if settings is None or (sizes.row_width and reader is None):
+            return None
+        shape = draft_shape(self._attach, self._limits, sizes)
+        options = StepOptions(
+            shape,
+            ordering_of(self._attach),
+            settings.max_batch(self._attach),
+            handed_on(self.exchange, shape),
+        )
+        source = None
+        if reader is not None and sizes.row_width:
+            num_rows = options.max_batch * shape.num_rows
+            source = HiddenSource(reader, num_rows, sizes.row_width, sizes.dtype, sizes.device)
+        graphs = DraftGraphs(method.fixed_step(options, source))
         if settings.captures:
             graphs.capture(sampled=True)
-        return GraphDrafting(graphs, source, self.hidden, self.exchange)
+        return GraphDrafting(graphs, source, reader, self.exchange)
 
     def _wait_for_rows(self) -> None:
         """Waits, on a GPU, until hidden states have arrived or have been read.
@@ -185,17 +173,6 @@ class PagedProposer(Proposer):
             event = torch.cuda.Event()
             event.record()
             wait(event.query, self.hidden)
-
-    @abstractmethod
-    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
-        """Computes the KV of committed tokens, in order; returns the trees that are wanted."""
-
-    @abstractmethod
-    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
-        """Returns a tree for each request, in their order."""
-
-    def _warm_up(self) -> None:
-        """Compiles the kernels that run outside of the graphs."""
 
 
 def _has_few_rows(request: draft_pb2.StepRequest) -> bool:

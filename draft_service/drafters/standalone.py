@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from draft_service.drafters.beam_drafting import Scratch
-from draft_service.drafters.beam_proposer import BeamProposer
-from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
+from draft_service.drafters.beam_drafting import BeamDrafter, Scratch, TreeRequest
+from draft_service.drafters.extending import extend, most_rows, warm_up
+from draft_service.drafters.hidden_source import HiddenSource
+from draft_service.drafters.method import DraftMethod, MethodSizes, ordering_of
 from draft_service.drafters.paged import (
     DrafterOptions,
     PagedDrafter,
@@ -18,8 +19,10 @@ from draft_service.drafters.paged import (
     device_of,
     weight_bytes,
 )
-from draft_service.drafters.paged_proposer import Limits, PagedProposer
+from draft_service.drafters.paged_proposer import Limits
+from draft_service.drafters.paged_sequences import Extension
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
+from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.level_step import LevelStep
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
@@ -36,6 +39,8 @@ from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
+from foredraft.transport.base import HiddenReader
+from foredraft.trees.draft_tree import DraftTree
 
 
 class StandaloneDrafter(PagedDrafter):
@@ -117,11 +122,11 @@ class StandaloneDrafter(PagedDrafter):
         self.add_memory(info, self._model.config.vocab_size)
         return info
 
-    def _proposer(
-        self, kv: PagedKV, attach: draft_pb2.AttachRequest, limits: Limits, scratch: Scratch
-    ) -> PagedProposer:
+    def _method(
+        self, kv: PagedKV, attach: draft_pb2.AttachRequest, scratch: Scratch
+    ) -> DraftMethod:
         runner = ModelRunner(self._model, kv, self.attention, cut_keys=False)
-        return _StandaloneProposer(runner, self._token_map, attach, limits, scratch, self.graphs)
+        return ModelMethod(runner, self._token_map, attach, scratch)
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
@@ -146,43 +151,48 @@ class StandaloneDrafter(PagedDrafter):
             )
 
 
-class _StandaloneProposer(BeamProposer):
-    """Drafts for one verifier with a whole model."""
+class ModelMethod(DraftMethod):
+    """Drafts trees for one verifier with a whole model, level by level on scratch pages.
+
+    Args:
+        runner: Runs the model; its KV includes the scratch pages.
+        token_map: See StandaloneDrafter.
+        attach: The verifier's sizes.
+        scratch: Pages for the KV of drafted tokens.
+    """
 
     def __init__(
         self,
         runner: ModelRunner,
         token_map: torch.Tensor | None,
         attach: draft_pb2.AttachRequest,
-        limits: Limits,
         scratch: Scratch,
-        graphs: GraphSettings | None,
     ) -> None:
-        model, levels = runner.model, _Levels(runner, token_map)
-        super().__init__(levels, model.config, attach, limits, scratch, model.device)
-        self._model_runner, self._token_map, self._settings = runner, token_map, graphs
+        model = runner.model
+        columns = model.config.vocab_size if token_map is None else len(token_map)
+        self.sizes = MethodSizes(model.config, model.dtype, model.device, columns)
+        self._attach, self._levels = attach, _Levels(runner, token_map)
+        self._most_rows, ordering = most_rows(model.device), ordering_of(attach)
+        self._drafter = BeamDrafter(self._levels, scratch, attach.page_size, ordering)
 
-    def close(self) -> None:
-        """See PagedProposer."""
-        super().close()
-        del self._model_runner
+    def extend(
+        self, extensions: Sequence[Extension], reader: HiddenReader | None
+    ) -> list[TreeRequest]:
+        """See DraftMethod."""
+        return extend(self._levels, extensions, self._most_rows)
 
-    def _make_fixed_steps(self) -> GraphDrafting | None:
-        settings, runner = self._settings, self._model_runner
-        if settings is None:
-            return None
-        model, kv, attention = runner.model, runner.kv, runner.attention
+    def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        """See DraftMethod."""
+        return self._drafter.draft(requests)
 
-        def forward(
-            batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            return model.forward(batch, kv, attention).logits, None
+    def warm_up(self) -> None:
+        """See DraftMethod."""
+        warm_up(self._levels, self.sizes, self._attach)
 
-        kept = self._token_map
-        vocab = model.config.vocab_size if kept is None else len(kept)
-        options = self._step_options(settings, vocab)
-        step = LevelStep(forward, None, kv, options, self._token_map)
-        return self._graph_drafting(step, settings)
+    def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> LevelStep:
+        """See DraftMethod."""
+        levels = self._levels
+        return LevelStep(levels.forward, None, levels.kv, options, levels.token_map)
 
 
 class _Levels:
@@ -197,3 +207,9 @@ class _Levels:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See LevelRunner."""
         return self._runner.forward(rows).logits, None
+
+    def forward(
+        self, batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes one batch of a step of fixed shape; see `steps.level_step.Forward`."""
+        return self._runner.model.forward(batch, self.kv, self.attention).logits, None

@@ -1,7 +1,6 @@
 """Sizes of a draft's fixed-shape steps, from the verifier's attach and the draft model."""
 
-from collections.abc import Sequence
-
+from draft_service.drafters.method import MethodSizes
 from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.records import DraftShape
 from foredraft.api.draft.v1 import draft_pb2
@@ -10,22 +9,14 @@ from foredraft.transport.device_exchange import DraftExchange
 
 
 def draft_shape(
-    attach: draft_pb2.AttachRequest,
-    limits: tuple[int, int, int],
-    vocab: int,
-    feature_size: int,
-    windows: Sequence[int | None],
-    shift: int = 0,
+    attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], sizes: MethodSizes
 ) -> DraftShape:
     """Returns the sizes of fixed-shape steps for one verifier.
 
     Args:
         attach: The verifier's sizes.
         limits: (steps, topk, nodes) of the largest tree.
-        vocab: Number of columns of the draft's logits.
-        feature_size: Number of elements of a head's features; 0 for drafts without features.
-        windows: Attention window of each of the draft's layers; None for full attention.
-        shift: See `PagedSequences`.
+        sizes: Sizes of the draft model.
     """
     steps, topk, nodes = limits
     # A verifier's page table has room for a tree behind the longest sequence. A sequence may run
@@ -38,10 +29,10 @@ def draft_shape(
         num_rows=steps + 1,
         max_slots=attach.max_batch,
         max_pages=-(-max_keys // attach.page_size),
-        vocab=vocab,
-        feature_size=feature_size,
-        is_windowed=any(window is not None for window in windows),
-        shift=shift,
+        vocab=sizes.num_columns,
+        feature_size=sizes.feature_size,
+        is_windowed=any(window is not None for window in sizes.config.windows),
+        shift=sizes.shift,
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from draft_service.drafters.block_proposer import BlockProposer
+from draft_service.drafters.block_method import BlockMethod
 from draft_service.drafters.graph_drafting import GraphSettings
-from draft_service.drafters.parallel_proposer import ParallelProposer
+from draft_service.drafters.parallel_method import ParallelMethod
 from foredraft.transport.inline import InlineReader
 from foredraft.transport.rows import RowFormat
 from testing.block_cases import KINDS, load_on_cpu
@@ -65,7 +65,7 @@ def test_rows_of_a_block_are_made_with_the_batches(kind: str, target: Path, tmp_
     drafter.graphs = GraphSettings(8, captures=False)
     steps = drafter.info().limits.num_steps
     proposer, _ = drafter.attach(request_of(target, limits=limits_of((steps, 1, steps + 1))))
-    assert isinstance(proposer, BlockProposer | ParallelProposer)
+    assert isinstance(proposer._method, BlockMethod | ParallelMethod)
     proposer.hidden = InlineReader(RowFormat.of(drafter.info().hidden))
     proposer.prepare()
     assert proposer._fixed_steps is not None

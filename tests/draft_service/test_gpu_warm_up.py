@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from draft_service.drafters.graph_drafting import GraphSettings
-from draft_service.drafters.module_chain import ModuleChainProposer
+from draft_service.drafters.module_chain import ModuleChainMethod
 from foredraft.api.draft.v1 import draft_pb2
 from testing.compiled_kernels import compiled, compiled_since
 from testing.published_drafts import DRAFTS, make_extensions, make_proposer, some_extensions
@@ -60,16 +60,16 @@ def test_extensions_compile_nothing(name: str) -> None:
     before, slowest = compiled(), 0.0
     with torch.inference_mode():
         started = time.perf_counter()
-        proposer._warm_up()
+        proposer._method.warm_up()
         torch.cuda.synchronize()
         warm = time.perf_counter() - started
         for extensions in [*(make_extensions(*one) for one in told()), *random_ones]:
             started = time.perf_counter()
-            requests = proposer._extend(extensions)
+            requests = proposer._method.extend(extensions, proposer.hidden)
             if proposer._fixed_steps is not None:
                 proposer._fixed_steps.draft(requests, draft_pb2.StepResponse())
-            elif isinstance(proposer, ModuleChainProposer):
-                proposer._draft(requests)
+            elif isinstance(proposer._method, ModuleChainMethod):
+                proposer._method.draft(requests)
             torch.cuda.synchronize()
             slowest = max(slowest, time.perf_counter() - started)
             assert compiled_since(before) == Counter(), [len(e.tokens) for e in extensions]

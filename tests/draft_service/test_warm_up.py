@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from draft_service.drafters.beam_proposer import Run, forwards
-from draft_service.drafters.module_chain import ModuleChainProposer
-from draft_service.drafters.paged_proposer import GPU_CHUNK_ROWS
+from draft_service.drafters.extending import GPU_CHUNK_ROWS, Run, forwards
+from draft_service.drafters.module_chain import ModuleChainMethod
 from draft_service.drafters.paged_sequences import PagedSequence
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams
@@ -43,12 +42,13 @@ def test_nothing_is_launched_that_was_not_before(
         sizes = {"max_batch": max_batch, "max_context": max_context}
         proposer = make_proposer(name, META, as_on_gpu, **sizes)
         with torch.inference_mode():
-            proposer._warm_up()
+            proposer._method.warm_up()
             warmed: set[Hashable] = set(met)
             for _ in range(25):
-                requests = proposer._extend(some_extensions(rng, max_batch, max_context))
-                if isinstance(proposer, ModuleChainProposer):
-                    proposer._draft(requests)
+                extensions = some_extensions(rng, max_batch, max_context)
+                requests = proposer._method.extend(extensions, proposer.hidden)
+                if isinstance(proposer._method, ModuleChainMethod):
+                    proposer._method.draft(requests)
                 assert met <= warmed, met - warmed
     # Each that the graphs have not launched takes Triton most of a second while the verifier waits
     # for the attach.

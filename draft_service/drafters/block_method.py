@@ -1,4 +1,4 @@
-"""Proposes trees from a block drafter (DFlash, DSpark).
+"""Drafts with a block drafter (DFlash, DSpark).
 
 A committed token costs projections only; a proposal costs one forward of a block.
 """
@@ -8,84 +8,57 @@ from collections.abc import Sequence
 import torch
 
 from draft_service.drafters.beam_drafting import Scratch, TreeRequest
-from draft_service.drafters.beam_proposer import Run, forwards
 from draft_service.drafters.chains import draft_trees, rows_behind
-from draft_service.drafters.graph_drafting import GraphDrafting, GraphSettings
-from draft_service.drafters.hidden_source import HiddenSource, read_states
-from draft_service.drafters.paged_proposer import Limits, PagedProposer
+from draft_service.drafters.extending import Run, forwards, most_rows
+from draft_service.drafters.hidden_source import HiddenSource
+from draft_service.drafters.method import DraftMethod, MethodSizes, ordering_of
 from draft_service.drafters.paged_sequences import Extension
+from draft_service.drafters.target_states import TargetStates
 from draft_service.models.markov import MarkovHead
 from draft_service.steps.block_runner import BlockRunner
 from draft_service.steps.block_step import BlockStep
+from draft_service.steps.draft_step import StepOptions
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.runner.batch import SequenceRows
+from foredraft.transport.base import HiddenReader
 from foredraft.trees.draft_tree import DraftTree
 
 
-class BlockProposer(PagedProposer):
-    """Drafts blocks of tokens for one verifier."""
+class BlockMethod(DraftMethod):
+    """Drafts blocks of tokens for one verifier.
+
+    Args:
+        runner: Runs the block drafter; its KV includes the scratch pages.
+        attach: The verifier's sizes.
+        scratch: Pages for the KV of a block.
+    """
 
     def __init__(
-        self,
-        runner: BlockRunner,
-        attach: draft_pb2.AttachRequest,
-        limits: Limits,
-        scratch: Scratch,
-        graphs: GraphSettings | None = None,
+        self, runner: BlockRunner, attach: draft_pb2.AttachRequest, scratch: Scratch
     ) -> None:
         draft = runner.head
-        self._settings = graphs
-        super().__init__(draft.config.layer, attach, limits, draft.device, shift=1)
-        self._runner, self._draft_model, self._scratch = runner, draft, scratch
+        self._runner, self._draft_model = runner, draft
+        self._attach, self._scratch = attach, scratch
+        self._states, self._ordering = TargetStates(runner, attach.fused), ordering_of(attach)
+        columns = draft.lm_head.weight.shape[0]
+        self.sizes = MethodSizes(
+            draft.config.layer, draft.dtype, draft.device, columns, row_width=self._states.width
+        )
+        self._most_rows = most_rows(draft.device)
 
-    def close(self) -> None:
-        """See PagedProposer."""
-        super().close()
-        del self._runner, self._draft_model
-
-    def _make_fixed_steps(self) -> GraphDrafting | None:
-        settings, reader = self._settings, self.hidden
-        if settings is None or reader is None:
-            return None
-        runner, draft = self._runner, self._draft_model
-        options = self._step_options(settings, draft.lm_head.weight.shape[0])
-        width = draft.config.layer.hidden_size if self._attach.fused else draft.hidden_width
-        num_rows = options.max_batch * options.shape.num_rows
-        source = HiddenSource(reader, num_rows, width, draft.dtype, draft.device)
-
-        def features(rows: torch.Tensor) -> torch.Tensor:
-            hidden = source.rows[rows]
-            return hidden if self._attach.fused else draft.fuse(hidden)
-
-        step = BlockStep(draft, features, runner.kv, runner.attention, options)
-        return self._graph_drafting(step, settings, source)
-
-    def _warm_up(self) -> None:
-        """Compiles the kernels for long pieces of context."""
-        draft, page_size = self._draft_model, self._attach.page_size
-        num_rows = min(self._most_rows, self._attach.max_context)
-        while num_rows:
-            features = torch.zeros(
-                num_rows, draft.config.layer.hidden_size, dtype=draft.dtype, device=draft.device
-            )
-            # All rows go to one page, which no sequence has yet.
-            pages = [0] * -(-num_rows // page_size)
-            self._runner.extend([SequenceRows.chunk(pages, 0, [0] * num_rows)], features)
-            num_rows //= 4
-
-    def _extend(self, extensions: Sequence[Extension]) -> list[TreeRequest]:
-        """See PagedProposer."""
+    def extend(
+        self, extensions: Sequence[Extension], reader: HiddenReader | None
+    ) -> list[TreeRequest]:
+        """See DraftMethod."""
         runs = [Run(e.sequence, e.start, e.tokens, False) for e in extensions]
-        states = [read_states(self.hidden, e, self._device) for e in extensions]
+        features = self._states.features(reader, extensions)
         for parts in forwards(runs, self._most_rows):
-            read = torch.cat([states[index][first:end] for index, first, end in parts])
-            features = read if self._attach.fused else self._runner.fuse(read)
             rows = [runs[index].rows(first, end) for index, first, end in parts]
-            self._runner.extend(rows, features)
+            self._runner.extend(rows, features(parts))
         return [TreeRequest(e.sequence, e.limits) for e in extensions if e.limits is not None]
 
-    def _draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
-        """See PagedProposer."""
+    def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
+        """See DraftMethod."""
         if not requests:
             return []
         draft, options = self._draft_model, self._draft_model.options
@@ -96,7 +69,7 @@ class BlockProposer(PagedProposer):
         logits = draft.lm_head(hidden.reshape(-1, hidden.shape[-1]))
         logits = logits.view(len(requests), deepest, -1)
         scores = _Scores(logits, hidden, draft.markov)
-        return draft_trees(requests, scores, self._ordering, draft.token_map, self._device)
+        return draft_trees(requests, scores, self._ordering, draft.token_map, draft.device)
 
     def _block_states(self, requests: Sequence[TreeRequest]) -> torch.Tensor:
         """Computes one block after each sequence.
@@ -121,6 +94,30 @@ class BlockProposer(PagedProposer):
         }
         hidden = self._runner.propose(blocks[False], blocks.get(True))
         return hidden.view(len(requests), options.block_size, -1)
+
+    def warm_up(self) -> None:
+        """See DraftMethod. Long pieces of context are all that runs outside of the graphs."""
+        draft, page_size = self._draft_model, self._attach.page_size
+        num_rows = min(self._most_rows, self._attach.max_context)
+        while num_rows:
+            features = torch.zeros(
+                num_rows, draft.config.layer.hidden_size, dtype=draft.dtype, device=draft.device
+            )
+            # All rows go to one page, which no sequence has yet.
+            pages = [0] * -(-num_rows // page_size)
+            self._runner.extend([SequenceRows.chunk(pages, 0, [0] * num_rows)], features)
+            num_rows //= 4
+
+    def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> BlockStep:
+        """See DraftMethod."""
+        assert source is not None
+        runner, draft, are_fused = self._runner, self._draft_model, self._attach.fused
+
+        def features(rows: torch.Tensor) -> torch.Tensor:
+            hidden = source.rows[rows]
+            return hidden if are_fused else draft.fuse(hidden)
+
+        return BlockStep(draft, features, runner.kv, runner.attention, options)
 
 
 class _Scores:
