@@ -79,9 +79,8 @@ class DraftCopy:
             self.slots[seq.slot] = []
         for seq in running if now else ():
             table = self.slots[seq.slot]
-            first = min(seq.pages_changed_for(self.number), len(table))
+            first = min(seq.take_pages_changed(self.number), len(table))
             table[first:] = seq.pages[first:]
-            seq.pages_seen_by(self.number)
             assert table == seq.pages
         assert len(self.slots) == len(running)
 

@@ -18,6 +18,7 @@ from verify_service.connection.client import DraftClient
 from verify_service.drafts.capabilities import DraftCapabilities
 from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.known import KnownSequences
 from verify_service.drafts.page_marks import DraftMarks
 from verify_service.drafts.proposals import DeviceRequest, Drafted, DraftRequest, Trial
 from verify_service.drafts.remote_trees import RemoteTrees
@@ -55,7 +56,7 @@ class RemoteDraft:
         name: The argument of this name.
         depth: Number of levels of the deepest tree.
         capabilities: Capabilities of the draft of the current attach.
-        lag: `SyncMessages.lag` itself, since every step calls it for each sequence.
+        lag: `KnownSequences.lag` itself, since every step calls it for each sequence.
     """
 
     def __init__(
@@ -88,14 +89,16 @@ class RemoteDraft:
         self.capabilities = DraftCapabilities() if info is None else DraftCapabilities.of(info)
         self._hidden = hidden = _hidden_states(exchange, marks, settings)
         self._device = exchange.device if exchange is not None else None
-        self._messages = SyncMessages(marks, settings, hidden, self.capabilities.uses_pages)
-        self.lag = self._messages.lag
+        uses_pages = self.capabilities.uses_pages
+        self._known = known = KnownSequences(marks, settings.number, hidden, uses_pages)
+        self.lag = known.lag
+        self._messages = SyncMessages(known, settings.scope)
         self._ahead = DraftAhead()  # trees that a draft without cost makes while the target runs
         self._released: set[int] = set()  # slots that the draft does not know to be free yet
         on_tree = self._ahead.keep if self.capabilities.is_free else None
         wire = DraftWire(client, epoch, settings.vocab_size, self._metrics, hidden, on_tree)
         self._wire = wire
-        self._sync = StepSync(self._messages, wire, hidden, self._ahead, settings)
+        self._sync = StepSync(known, self._messages, wire, hidden, self._ahead, settings)
 
     # `DraftProxy` describes the methods.
 
@@ -153,7 +156,7 @@ class RemoteDraft:
 
     def forget(self, sequence: RequestSequence) -> None:
         """See `DraftProxy`."""
-        self._messages.forget(sequence)
+        self._known.forget(sequence)
         self._ahead.forget(sequence.request_id)
         if self._hidden is not None:
             self._hidden.drop(sequence)
@@ -162,7 +165,6 @@ class RemoteDraft:
         """See `DraftProxy`."""
         if self._hidden is not None:
             self._hidden.drop(sequence)
-        self._messages.preempted(sequence)
 
     def usable_prefix(self, sequence: RequestSequence, pages: list[int]) -> int:
         """See `DraftProxy`. While drafting is suspended, no part of a prefix is computed again."""
@@ -250,7 +252,7 @@ class RemoteDraft:
 
     def can_follow(self, sequences: Iterable[RequestSequence]) -> bool:
         """See `DraftProxy`."""
-        return self._device is not None and all(map(self._messages.can_follow, sequences))
+        return self._device is not None and all(map(self._known.can_follow, sequences))
 
     def follow(
         self, requests: Sequence[DeviceRequest], outcome: DeviceOutcome
@@ -280,7 +282,7 @@ class RemoteDraft:
             rows, index = self._hidden.features.handed(outcome.output, outcome.index)
         hand_over(outcome.accepted, index, rows, exchange.accepted, exchange.rows)
         exchange.publish(wire.step)
-        return RemoteTrees(self._client, self._epoch, messages, exchange, wire.step, self._lost)
+        return RemoteTrees(self._client, self._epoch, self._known, exchange, wire.step, self._lost)
 
     def _begin_message(self, is_awaited: bool = True) -> None:
         """Begins an empty message, which releases slots.
@@ -290,7 +292,7 @@ class RemoteDraft:
         """
         self._wire.begin(self._released, is_awaited)
         if self._released:
-            self._messages.released(self._released)
+            self._known.released(self._released)
             self._released.clear()
 
 

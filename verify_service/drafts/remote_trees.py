@@ -9,7 +9,7 @@ from foredraft.errors import DraftError
 from foredraft.transport.device_exchange import DeviceExchange
 from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.connection.client import DraftClient
-from verify_service.drafts.sync_messages import SyncMessages
+from verify_service.drafts.known import KnownSequences
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 
@@ -20,7 +20,7 @@ class RemoteTrees:
     Attributes:
         client: Connection to the draft.
         epoch: Number of the attach that the step belongs to.
-        messages: Messages of the attach.
+        known: What the draft of the attach knows of sequences.
         exchange: Memory that the draft writes its trees to.
         step: Number of the step.
         on_lost: Called with the reason if the draft is dropped.
@@ -28,7 +28,7 @@ class RemoteTrees:
 
     client: DraftClient
     epoch: int
-    messages: SyncMessages
+    known: KnownSequences
     exchange: DeviceExchange
     step: int
     on_lost: Callable[[DraftError], None]
@@ -45,7 +45,7 @@ class RemoteTrees:
 
     def followed(self, sequence: RequestSequence, start: int) -> None:
         """See `DeviceTrees`."""
-        self.messages.followed(sequence, start)
+        self.known.followed(sequence, start)
 
     def is_late(self, waiting: float) -> bool:
         """See `DeviceTrees`."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from verify_service.drafts.draft_ahead import DraftAhead
 from verify_service.drafts.hidden_states import HiddenStates
+from verify_service.drafts.known import KnownSequences
 from verify_service.drafts.open_requests import OpenRequest
 from verify_service.drafts.proposals import DraftRequest
 from verify_service.drafts.settings import DraftSettings
@@ -17,6 +18,7 @@ class StepSync:
     """Adds sequences to the messages of one attach, as `sync.decide` decides for each.
 
     Args:
+        known: What the draft knows of sequences.
         messages: Writes the message of one sequence.
         wire: Sends the step's message.
         hidden: Hidden states for a draft that reads them, else None.
@@ -26,13 +28,14 @@ class StepSync:
 
     def __init__(
         self,
+        known: KnownSequences,
         messages: SyncMessages,
         wire: DraftWire,
         hidden: HiddenStates | None,
         ahead: DraftAhead,
         settings: DraftSettings,
     ) -> None:
-        self._messages, self._wire, self._hidden = messages, wire, hidden
+        self._known, self._messages, self._wire, self._hidden = known, messages, wire, hidden
         self._ahead, self._settings = ahead, settings
 
     def fill(
@@ -48,13 +51,13 @@ class StepSync:
             requests: All sequences that decode.
             extending: Sequences whose prompts are computed.
         """
-        messages, wire, hidden = self._messages, self._wire, self._hidden
+        known, wire, hidden = self._known, self._wire, self._hidden
         wanted = [one.sequence for one in requests if one.max_nodes]
         are_all_kept = hidden is None or all(
             hidden.run_of(one.sequence) is not None for one in requests
         )
         step = step._replace(
-            are_requests_alone=all(map(messages.stands_alone, wanted)), all_are_kept=are_all_kept
+            are_requests_alone=all(map(known.stands_alone, wanted)), all_are_kept=are_all_kept
         )
         # A step that does not need the draft does not wait for it.
         waits = step.must_sync or any(one.max_nodes and not one.is_trial for one in requests)
@@ -62,7 +65,7 @@ class StepSync:
         work = [(one, False) for one in requests]
         work += [(DraftRequest(sequence, 0), True) for sequence in extending]
         for one, is_prompt in work:
-            facts = messages.facts(one.sequence, one.max_nodes > 0, is_prompt)
+            facts = known.facts(one.sequence, one.max_nodes > 0, is_prompt)
             if decide(step, facts, num_read, is_full) is not Sync.SYNC:
                 continue
             if not waits and not wire.has_room(facts.lag):
@@ -82,7 +85,7 @@ class StepSync:
         message, num_tokens = self._messages.message(sequence, max(budget, steps + 1))
         # A draft that reads hidden states proposes after the last one that it is given.
         may_ask = num_tokens > 0 or self._hidden is None
-        is_asked = one.max_nodes > 0 and may_ask and self._messages.has_caught_up(sequence)
+        is_asked = one.max_nodes > 0 and may_ask and self._known.has_caught_up(sequence)
         if not (num_tokens or is_asked or message.HasField("begin")):
             return 0
         num_nodes = 0

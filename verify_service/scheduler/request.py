@@ -126,9 +126,12 @@ class Sequence:
         """
         return self._pages_seen.get(reader, 0)
 
-    def pages_seen_by(self, reader: int) -> None:
-        """Notes that a reader has taken the present `pages`."""
-        self._pages_seen[reader] = len(self.pages)
+    def take_pages_changed(self, reader: int) -> int:
+        """Returns `pages_changed_for`, and notes that the reader takes the present `pages`."""
+        seen = self._pages_seen
+        changed = seen.get(reader, 0)
+        seen[reader] = len(self.pages)
+        return changed
 
     @property
     def num_prompt(self) -> int:

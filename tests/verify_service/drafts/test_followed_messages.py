@@ -10,8 +10,8 @@ from draft_service.drafters.paged_sequences import PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from testing.drafts import attach_request
+from verify_service.drafts.known import KnownSequences
 from verify_service.drafts.page_marks import DraftMarks
-from verify_service.drafts.settings import DraftSettings
 from verify_service.drafts.sync_messages import SyncMessages
 from verify_service.drafts.wire import tree_limits
 from verify_service.scheduler.page_pool import PagePool
@@ -25,8 +25,7 @@ LIMITS = tree_limits(*WHOLE)
 def test_the_draft_stands_where_the_sequences_stand(seed: int) -> None:
     rng = random.Random(seed)
     marks = DraftMarks(PagePool(NUM_PAGES, 4))
-    settings = DraftSettings(128, WHOLE[:2], "request", 100)
-    messages = SyncMessages(marks, settings, None, uses_pages=True)
+    messages = SyncMessages(KnownSequences(marks, 0, None, uses_pages=True), "request")
     drafts, twin = (PagedSequences(attach_request(num_pages=NUM_PAGES), WHOLE) for _ in range(2))
     sequences = []
     for slot in range(4):

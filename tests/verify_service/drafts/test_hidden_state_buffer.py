@@ -151,7 +151,7 @@ def test_rows_runs_and_marks_are_those_of_rows_given_at_once(seed: int) -> None:
                 run = hidden.run_of(sequence)
                 assert run is not None
                 hidden.sent(run)
-            sequence.pages_seen_by(0)
+            sequence.take_pages_changed(0)
         if rng.random() < 0.05:
             assert_same(eager, late, running)
     assert_same(eager, late, running)

@@ -6,8 +6,8 @@ from draft_service.drafters.paged_sequences import PagedSequences
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from testing.drafts import attach_request
+from verify_service.drafts.known import KnownSequences
 from verify_service.drafts.page_marks import DraftMarks
-from verify_service.drafts.settings import DraftSettings
 from verify_service.drafts.sync_messages import SyncMessages, split_message
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.request import Sequence, Status
@@ -25,8 +25,8 @@ class Told:
 
     def attach(self) -> None:
         self.marks = DraftMarks(self._pool)
-        settings = DraftSettings(128, (3, 2), self._scope, 100)
-        self.messages = SyncMessages(self.marks, settings, None, uses_pages=True)
+        self.known = KnownSequences(self.marks, 0, None, uses_pages=True)
+        self.messages = SyncMessages(self.known, self._scope)
         self.draft = PagedSequences(attach_request(num_pages=NUM_PAGES), (3, 2, 7))
 
     def tell(self, one: Sequence, budget: int = 100) -> draft_pb2.SequenceStep:
@@ -86,7 +86,7 @@ def test_a_budget_is_kept_to_and_the_rest_told_later() -> None:
         (11, 0),
     ]
     assert told.marked(one) == [True, True, False]
-    assert told.messages.has_caught_up(one)
+    assert told.known.has_caught_up(one)
 
 
 def test_a_prompt_is_told_as_far_as_the_target_has_it() -> None:
@@ -100,9 +100,9 @@ def test_a_prompt_is_told_as_far_as_the_target_has_it() -> None:
 def test_what_was_released_begins_anew_even_in_its_old_slot() -> None:
     told, one = Told(), sequence(6)
     told.tell(one)
-    told.messages.released([1, 3])
+    told.known.released([1, 3])
     assert not told.tell(one).HasField("begin")
-    told.messages.released([2])
+    told.known.released([2])
     message = told.tell(one)
     assert message.HasField("begin")
     # The first page still holds what it held.

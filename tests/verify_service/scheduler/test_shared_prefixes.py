@@ -81,7 +81,7 @@ def test_a_page_filled_twice_ends_as_one():
     scheduler.add(b)
     step(scheduler)
     for seq in (a, b):
-        seq.pages_seen_by(1)
+        seq.take_pages_changed(1)
     own = b.pages[0]
     for _ in range(4):
         step(scheduler)
