@@ -109,7 +109,11 @@ def test_drafts_that_rest_are_told_so_once(is_free: bool) -> None:
     for _ in range(3):
         assert sizes.plan(sequences) == Plan([0], 1)
         assert sizes.is_silent is not is_free
-    assert sizes.plan([]) == Plan([], 1)
+    policy.stays_suspended = False
+    assert sizes.plan([]) == Plan([], 1)  # says nothing of whether drafts rest
+    policy.stays_suspended = True
+    assert sizes.plan(sequences) == Plan([0], 1)
+    assert sizes.is_silent is not is_free
     assert len(draft.told) == 1
     probes.add(5)  # the engine's own request is drafted for, whether it pays or not
     assert sizes.plan(sequences).nodes == [6]
