@@ -237,6 +237,7 @@ class EventStream(Response):
         rest: The objects after the first.
         failure: Converts an error to the object sent for it.
         done: Bytes of the last event; empty for none.
+        field: Converts a field's internal name in errors to the client's.
     """
 
     media_type = "text/event-stream"
@@ -247,6 +248,7 @@ class EventStream(Response):
         rest: AsyncGenerator[Any, None],
         failure: Callable[[Exception], Any] = errors.envelope,
         done: bytes = DONE,
+        field: Callable[[str], str] = str,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -254,6 +256,7 @@ class EventStream(Response):
         self._rest = rest
         self._failure = failure
         self._done = done
+        self._field = field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
@@ -276,9 +279,10 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._rest) as rest:
             try:
-                await send(_body(encode_event(self._first)))
-                async for item in rest:
-                    await send(_body(encode_event(item)))
+                with naming_by(self._field):
+                    await send(_body(encode_event(self._first)))
+                    async for item in rest:
+                        await send(_body(encode_event(item)))
             except Exception as error:
                 if not isinstance(error, ForedraftError):
                     logger.error("a stream failed", exc_info=error)

@@ -33,7 +33,8 @@ def make_router(serving: Serving) -> APIRouter:
         with naming_by(body.field):
             if body.stream:
                 events = _events(serving, job, answer)
-                return await event_stream(request, events, failure=answer.failed, done=b"")
+                options = {"failure": answer.failed, "done": b"", "field": body.field}
+                return await event_stream(request, events, **options)
             return JSONResponse(await unless_disconnected(request, _whole(serving, job, answer)))
 
     @router.post("/v1/messages/count_tokens", response_model=None, openapi_extra=reads(CountBody))

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams, check_tokens
-from gateway.http import event_stream, naming, read, refuse, unless_disconnected
+from gateway.http import event_stream, naming_by, read, refuse, unless_disconnected
 from gateway.job_checks import MAX_BATCH, check_batch
 from gateway.jobs import Job
 from gateway.native import info
@@ -39,10 +39,11 @@ def make_router(serving: Serving) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Goes on with a text or token ids, in SGLang's form; `meta_info` tells of the drafts."""
         body = await read(request, GenerateBody, bounds)
-        with naming(body.names()):
+        with naming_by(body.field):
             jobs, is_batch = await _jobs(serving, body)
             if body.stream:
-                return await event_stream(request, _events(serving, body, jobs, is_batch))
+                events = _events(serving, body, jobs, is_batch)
+                return await event_stream(request, events, field=body.field)
             answers = await unless_disconnected(request, _whole(serving, body, jobs))
             return JSONResponse(answers if is_batch else answers[0])
 

@@ -138,6 +138,10 @@ class GenerateBody(NativeBody):
             "request_id": "rid",
         }
 
+    def field(self, name: str) -> str:
+        """Returns this body's name of an internal field."""
+        return self.names().get(name, name)
+
 
 class TokenizeBody(Body):
     """POST /tokenize."""

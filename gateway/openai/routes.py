@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
 from gateway.decoding import Completion
-from gateway.http import event_stream, naming, read, unless_disconnected
+from gateway.http import event_stream, naming_by, read, unless_disconnected
 from gateway.job_checks import check_batch
 from gateway.jobs import Job
 from gateway.openai import chats, replies
@@ -65,14 +65,14 @@ def make_router(serving: Serving) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Goes on with a prompt, or with each of several."""
         body = await read(request, CompletionBody, bounds)
-        with naming(body.names()):
+        with naming_by(body.field):
             return await _answer(serving, request, await _completion_call(serving, body))
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=reads(ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         body = await read(request, ChatBody, bounds)
-        with naming(body.names()):
+        with naming_by(body.field):
             return await _answer(serving, request, await _chat_call(serving, body))
 
     return router
@@ -124,7 +124,7 @@ async def _answer(serving: Serving, request: Request, call: Call) -> Response:
     if call.body.stream and call.body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs", "comes with whole answers alone: leave stream out")
     if call.body.stream:
-        return await event_stream(request, _events(serving, call))
+        return await event_stream(request, _events(serving, call), field=call.body.field)
     return JSONResponse(await unless_disconnected(request, _whole(serving, call)))
 
 

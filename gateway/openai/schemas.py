@@ -85,6 +85,10 @@ class GenerationBody(GrammarFields, SamplingFields):
             "grammar": next(iter(self.grammar_fields()), "structured_outputs"),
         }
 
+    def field(self, name: str) -> str:
+        """Returns this body's name of an internal field."""
+        return self.names().get(name, name)
+
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of alternatives for each prompt token; None where no log-probabilities are

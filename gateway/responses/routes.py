@@ -76,8 +76,8 @@ def make_router(serving: Serving) -> APIRouter:
         with naming_by(body.field):
             if body.stream:
                 events = _events(serving, store, call)
-                failure = call.events.failed
-                return await event_stream(request, events, failure=failure, done=b"")
+                options = {"failure": call.events.failed, "done": b"", "field": body.field}
+                return await event_stream(request, events, **options)
             return JSONResponse(await unless_disconnected(request, _whole(serving, store, call)))
 
     @router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=reads(CountBody))

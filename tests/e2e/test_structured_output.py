@@ -311,3 +311,62 @@ def test_a_wrong_grammar_names_its_field(stack: LocalStack) -> None:
         with pytest.raises(grpc.RpcError, match=r"sampling\.grammar") as raised:
             next(stub.Generate(request, timeout=60))
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+_LETTERS = {"type": "string", "pattern": "^[ab]{60}c$"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "x", "regex": "[ab]{60}c", "max_tokens": 99}, "regex"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": ASKED,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": _LETTERS},
+                },
+            },
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"regex": "[ab]{60}c", "max_new_tokens": 99}},
+            "sampling_params.regex",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "text": {"format": {"type": "json_schema", "name": "n", "schema": _LETTERS}},
+            },
+            "text.format.schema",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": ASKED,
+                "max_tokens": 99,
+                "output_config": {"format": {"type": "json_schema", "schema": _LETTERS}},
+            },
+            "output_config.format.schema",
+        ),
+    ],
+)
+def test_an_error_within_a_stream_names_the_clients_field(
+    stack: LocalStack, path: str, body: dict[str, Any], field: str
+) -> None:
+    """The text may not have the letter that the grammar ends with, which shows after 60 others."""
+    of = body["sampling_params"] if path == "/generate" else body
+    of |= {"bad_words": ["c"], "temperature": 0}
+    with httpx.Client(base_url=stack.urls["http"], timeout=120) as http:
+        whole = http.post(path, json=body)
+        streamed = http.post(path, json={**body, "stream": True})
+    assert whole.status_code == 400
+    assert f"{field}: the grammar does not allow" in whole.text
+    assert streamed.status_code == 200
+    events = [line for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert len(events) > 1
+    assert f"{field}: the grammar does not allow" in events[-1]
