@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from foredraft.trees.draft_tree import EMPTY, DraftTree
+from verify_service.grammar.vocabulary import NO_TOKEN
 
 WORD_BITS = 32
 # Masks of one sequence in one step; a grammar that is slow to follow gets a smaller tree.
@@ -175,7 +176,10 @@ class GrammarState:
     def _check(self, matcher: llguidance.LLMatcher) -> bool:
         """Notes an error of the matcher."""
         if matcher.is_error() and self.failure is None:
-            self.failure = f"takes too much to follow: {matcher.get_error().splitlines()[0][:200]}"
+            error = matcher.get_error().splitlines()[0][:200]
+            self.failure = f"takes too much to follow: {error}"
+            if error.startswith(NO_TOKEN):
+                self.failure = "no token of the model goes on with what it asks for here"
         return self.failure is not None
 
 

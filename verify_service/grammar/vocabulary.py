@@ -7,6 +7,7 @@ import llguidance
 
 from foredraft.text.tokenizer import Tokenizer
 
+NO_TOKEN = "NoExtensionBias"  # begins the error of llguidance for a mask without tokens
 # A step's work on one row is bounded to a few milliseconds, and a grammar's automaton to some 20
 # MB.
 LIMITS = llguidance.LLParserLimits(

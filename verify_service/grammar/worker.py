@@ -28,7 +28,7 @@ import numpy as np
 from foredraft.rpc.lifetime import exit_with_parent
 from foredraft.types import GrammarKind
 from verify_service.grammar.source import to_llguidance
-from verify_service.grammar.vocabulary import LIMITS, load_vocabulary
+from verify_service.grammar.vocabulary import LIMITS, NO_TOKEN, load_vocabulary
 from verify_service.grammar.wire import HEAD, pack
 
 NUM_PROCESSES = 4  # grammars that are tried at a time; they are niced below everything else
@@ -162,7 +162,7 @@ def _message(error: str, kind: GrammarKind) -> str:
 
     The structure or the rule that is wrong is named.
     """
-    if error.startswith("NoExtensionBias"):  # llguidance's debug form of an empty first mask
+    if error.startswith(NO_TOKEN):  # already at the beginning
         return "no text matches it"
     place = re.match(r"(?:at (\d+)\(\d+\): )+", error)
     lines = error[place.end() if place else 0 :].splitlines()

@@ -167,6 +167,23 @@ def test_a_grammar_that_takes_too_much_to_follow_says_so(tmp_path) -> None:
     assert allowed_tokens(state, DraftTree(), 600) == [set(range(600))]
 
 
+def test_a_text_that_no_token_goes_on_with_says_so(tmp_path) -> None:
+    """The vocabulary has no tilde and no bytes to spell one: the text is stuck, not slow."""
+    tiny_tokenizers.save(tiny_tokenizers.metaspace(), tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert "~" not in tokenizer.decode(tokenizer.encode("a~b"))
+    vocabulary = load_vocabulary(tmp_path, tokenizer.vocab_size, frozenset({EOS}))
+    state = compiled(vocabulary, "(dog|a~b)").follow()
+    state.resume([])
+    [a] = [t for t in range(tokenizer.vocab_size) if tokenizer.token(t) == "a"]
+    assert a in allowed_tokens(state, DraftTree(), tokenizer.vocab_size)[0]
+    assert state.advance([a]) == (1, False)
+    allowed_tokens(state, DraftTree(), tokenizer.vocab_size)
+    assert state.failure is not None
+    assert "no token" in state.failure
+    assert "too much" not in state.failure
+
+
 def test_masks_made_side_by_side_are_the_same(vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     _, tokens, size, _ = vocabulary
     grammar = compiled(tokens, REGEX)
