@@ -52,6 +52,8 @@ class Completion:
         completion_tokens: Number of output tokens, with the token that completed the stop.
         account: The verifier's counts for the continuation.
         seed: Seed that was used.
+        is_by_request: Whether a stop string or stop token of the request ended it, wherever the
+            text was.
     """
 
     reason: FinishReason
@@ -60,6 +62,7 @@ class Completion:
     completion_tokens: int
     account: verify_pb2.Finish
     seed: int
+    is_by_request: bool = False
 
     @property
     def accept_length(self) -> float:

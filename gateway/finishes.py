@@ -37,7 +37,13 @@ def completion_of(
     else:
         reason = FinishReason.CANCELLED
     return Completion(
-        reason, decoder.stop_text, stop_token, decoder.num_tokens, finish, job.seed_of(choice)
+        reason,
+        decoder.stop_text,
+        stop_token,
+        decoder.num_tokens,
+        finish,
+        job.seed_of(choice),
+        decoder.stop_text is not None or stop_token in job.sampling.stop_token_ids,
     )
 
 

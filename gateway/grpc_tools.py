@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
+from foredraft.types import FinishReason
 from gateway.decoding import Chunk
 from gateway.http import MAX_OBJECTS
 from gateway.jobs import Job
@@ -122,6 +123,8 @@ class CallFinder:
                 name=call["function"].get("name", ""),
                 arguments=call["function"]["arguments"],
             )
-        has_stopped = response.completion.finish_reason == inference_pb2.FINISH_REASON_STOP
-        if has_stopped and deltas.num_calls and not self._use.is_named:
+        end = chunk.completion
+        if end is None or end.reason is not FinishReason.STOP or self._use.is_named:
+            return
+        if deltas.has_whole_calls(end):
             response.completion.finish_reason = inference_pb2.FINISH_REASON_CALLS

@@ -4,7 +4,6 @@ APIs whose answers are lists use it.
 """
 
 import enum
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.openai.answer_parser import AnswerParser
-from gateway.openai.pieces import Piece
+from gateway.openai.pieces import Piece, is_json
 
 
 class Kind(enum.Enum):
@@ -151,9 +150,12 @@ class PartReader:
 
         A call may be whole before its end mark has come.
         """
-        if end.reason is FinishReason.STOP or self._open is None:
+        if self._open is None:
             return True
-        return self._open.kind is Kind.CALL and is_json(self._open.text)
+        has_stopped = end.reason is FinishReason.STOP
+        if self._open.kind is not Kind.CALL or (has_stopped and not end.is_by_request):
+            return has_stopped
+        return is_json(self._open.text)
 
     def _begin(self, kind: Kind, name: str = "") -> Change:
         self._open = Part(len(self.parts), kind, name)
@@ -174,12 +176,3 @@ class PartReader:
         if part is not None:
             part.is_whole = is_whole
             yield Change(Stage.CLOSED, part)
-
-
-def is_json(text: str) -> bool:
-    """Returns whether a text is complete JSON."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -1,5 +1,6 @@
 """The pieces that an answer's text is cut into."""
 
+import json
 from dataclasses import dataclass
 
 
@@ -21,3 +22,12 @@ def overlap(text: str, mark: str) -> int:
         if text.endswith(mark[:size]):
             return size
     return 0
+
+
+def is_json(text: str) -> bool:
+    """Returns whether a text is complete JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -331,8 +331,8 @@ class ChatReply(Reply):
 
     def _ended(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
         common = self._common(index, chunk, body)
-        calls = self._writers.get(index)
-        if calls and calls.num_calls and common["finish_reason"] == "stop":
+        end, calls = chunk.completion, self._writers.get(index)
+        if end and calls and common["finish_reason"] == "stop" and calls.has_whole_calls(end):
             assert self._use is not None
             common["finish_reason"] = "stop" if self._use.is_named else "tool_calls"
         return common

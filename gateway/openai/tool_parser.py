@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.openai.pieces import Piece, overlap
+from gateway.decoding import Completion
+from gateway.openai.pieces import Piece, is_json, overlap
 from gateway.openai.tools import Convention
 
 HEADER = re.compile(
@@ -170,6 +171,13 @@ class DeltaWriter:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self._arguments: list[str] = []  # of the newest call
+
+    def has_whole_calls(self, end: Completion) -> bool:
+        """Returns whether there are calls, and none was cut by a stop of the request."""
+        if not end.is_by_request:
+            return self.num_calls > 0
+        return self.num_calls > 0 and is_json("".join(self._arguments))
 
     def render(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Renders pieces: `reasoning_content`, `content`, `tool_calls`, any or none of them."""
@@ -190,10 +198,12 @@ class DeltaWriter:
                     }
                 )
                 self.num_calls += 1
+                self._arguments.clear()
             elif piece.arguments:
                 if not calls:
                     calls.append({"index": self.num_calls - 1, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += piece.arguments
+                self._arguments.append(piece.arguments)
         if calls:
             found["tool_calls"] = calls
         return found
