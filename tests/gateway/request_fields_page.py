@@ -27,7 +27,11 @@ def page() -> str:
             "misspelt name is told. A field that is `null` counts as absent, and so does one"
             " of another server with the value"
         ),
-        "that asks for nothing, such as `use_beam_search: false`.",
+        (
+            "that asks for nothing, such as `use_beam_search: false`. Absent ones have OpenAI's"
+            " defaults, temperature 1 and no filter,"
+        ),
+        "whatever the model's `generation_config.json` says.",
     ]
     for route in (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, SAMPLING):
         lines += ["", f"## `{route}`", "", "| field | whose | | how |", "| --- | --- | --- | --- |"]
