@@ -4,11 +4,14 @@ Blocks are made by gguf's own quantiser where it has one, and of random fields w
 gguf's dequantiser says in float32 which weights they stand for.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
+import tokenizers
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 # Bytes of the float16 factors of K blocks.
@@ -47,15 +50,18 @@ def write(
     is_tied: bool = False,
     change: dict[str, np.ndarray | None] | None = None,
     scaling: tuple[str, float, int] | None = None,
-    metadata: Mapping[str, float] | None = None,
+    metadata: Mapping[str, float | str] | None = None,
+    tokenizer: tokenizers.Tokenizer | None = None,
 ) -> Path:
-    """Writes a model of two layers with a small byte-pair tokenizer.
+    """Writes a model of two layers.
 
     Args:
         types: Returns the type of a matrix by its name in the file.
         change: Tensors to add, or to put in place of others; None leaves one out.
         scaling: Type, factor and original context length of stretched rotary embeddings.
-        metadata: Further numbers by key, whole ones and others.
+        metadata: Further values by key: whole numbers, others, truth values and texts.
+        tokenizer: BPE tokenizer with the tokens <s> and </s>; a small one of GPT-2's kind when
+            None.
     """
     writer, head_dim = gguf.GGUFWriter(path, architecture), HEAD_DIMS[architecture]
     writer.add_name("tiny")
@@ -73,22 +79,13 @@ def write(
         writer.add_string(f"{architecture}.rope.scaling.type", scaling[0])
         writer.add_rope_scaling_factor(scaling[1])
         writer.add_rope_scaling_orig_ctx_len(scaling[2])
-    for key, number in (metadata or {}).items():
-        add_number = writer.add_uint32 if isinstance(number, int) else writer.add_float32
-        add_number(key, number)
+    for key, value in (metadata or {}).items():
+        _add_value(writer, key, value)
     if architecture == "llama" and "llama.rope.dimension_count" not in (metadata or {}):
         writer.add_rope_dimension_count(head_dim)
     if architecture == "gemma3":
         writer.add_sliding_window(8)
-    tokens = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    vocab_size = _add_tokenizer(writer, tokenizer)
     generator = np.random.default_rng(0)
     extra = dict(change or {})
 
@@ -108,9 +105,9 @@ def write(
             name, stored(kind, values, generator), raw_dtype=GGMLQuantizationType[kind]
         )
 
-    add("token_embd.weight", len(tokens), HIDDEN)
+    add("token_embd.weight", vocab_size, HIDDEN)
     if not is_tied:
-        add("output.weight", len(tokens), HIDDEN)
+        add("output.weight", vocab_size, HIDDEN)
     add("output_norm.weight", HIDDEN)
     for layer in range(LAYERS):
         for name, shape in _layer(architecture).items():
@@ -123,6 +120,50 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: float | str) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_float32(key, value)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: tokenizers.Tokenizer | None) -> int:
+    """Writes a tokenizer as llama.cpp's converter does; returns the size of its vocabulary."""
+    if tokenizer is None:
+        tokens = ["<s>", "</s>", *(chr(c) for c in range(33, 127)), "Ġ", "ab"]
+        types, merges = [3, 3] + [1] * (len(tokens) - 2), ["a b"]
+        has_bytes = True
+        writer.add_tokenizer_pre("llama-bpe")
+    else:
+        by_number = {number: text for text, number in tokenizer.get_vocab().items()}
+        tokens = [by_number[number] for number in sorted(by_number)]
+        added = tokenizer.get_added_tokens_decoder()
+        types = [3 if number in added else _kind(text) for number, text in enumerate(tokens)]
+        merges = [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+        has_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2" if has_bytes else "llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if has_bytes:
+        writer.add_token_merges(merges)
+    else:
+        ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(merges)}
+        writer.add_token_scores([ranks.get(text, -1e6) for text in tokens])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    return len(tokens)
+
+
+def _kind(text: str) -> int:
+    """Returns the type of a token: 1 for ordinary ones, 2 for the unknown, 6 for a byte."""
+    return {"<unk>": 2}.get(text, 6 if re.fullmatch("<0x..>", text) else 1)
 
 
 def _layer(architecture: str) -> dict[str, tuple[int, ...]]:

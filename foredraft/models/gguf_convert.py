@@ -16,6 +16,7 @@ import numpy as np
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_SCHEMES
+from foredraft.models.gguf_text import KEYS, PREFIX, follow_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,8 @@ def convert(source: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:
         raise CheckpointError(f"{source}: transformers cannot read it: {error}") from error
+    values = {key: _field(reader, f"{PREFIX}{key}") for key in KEYS}
+    follow_metadata(tokenizer.backend_tokenizer, values, str(source))
     tokenizer.save_pretrained(target)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     raw = _raw_config(config, types)

