@@ -74,19 +74,24 @@ def convert(source: Path, target: Path) -> None:
     become bfloat16, and plain tensors keep their type.
 
     Raises:
-        CheckpointError: The file has tensors of a type or name that is not read, or transformers
-            cannot read its configuration or tokenizer, or rotary embeddings are stretched in a way
-            that is not computed.
+        CheckpointError: The file is a part of one, has tensors of a type or name that is not read,
+            or splits text or stretches rotary embeddings in a way that is not known, or
+            transformers cannot read its configuration or tokenizer.
     """
     from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoTokenizer
 
     try:
+        reader = GGUFReader(source)
+        if (num_parts := _field(reader, "split.count") or 1) > 1:
+            raise CheckpointError(
+                f"{source}: is one of {num_parts} parts, which are not read; llama-gguf-split"
+                " --merge joins them"
+            )
         config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
         if config.model_type not in _ARCHITECTURES:
             raise CheckpointError(f"{source}: models of type {config.model_type} are not supported")
-        reader = GGUFReader(source)
         tensors, types = _read(reader, config, source)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except (ImportError, OSError, ValueError, KeyError, NotImplementedError) as error:

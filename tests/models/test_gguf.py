@@ -2,10 +2,12 @@
 for.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -255,6 +257,18 @@ def test_metadata_that_is_not_computed(
     file = gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"), architecture, metadata=numbers)
     with pytest.raises(CheckpointError, match=rf"{architecture}\.{name}"):
         convert(file, tmp_path)
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_part_of_a_file_is_refused(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files are published in parts, of which none has all tensors."""
+    in_parts = functools.partial(gguf.GGUFWriter, split_max_tensors=12)
+    monkeypatch.setattr(gguf, "GGUFWriter", in_parts)
+    gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"))
+    with pytest.raises(CheckpointError, match=r"is one of 2 parts.*--merge"):
+        convert(tmp_path / f"tiny-0000{part}-of-00002.gguf", tmp_path)
 
 
 def test_tensors_that_are_not_read_are_named(tmp_path: Path) -> None:
