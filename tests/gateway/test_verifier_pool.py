@@ -21,8 +21,12 @@ PROMPT = list(range(BLOCK_TOKENS * 2))
 class Verifier(verify_pb2_grpc.VerifyServiceServicer):
     """A verifier that reports a given model and load, records calls, and answers no request."""
 
-    def __init__(self, vocab_size: int = 8, model: str = "m", **load: int) -> None:
-        self.info = verify_pb2.GetModelInfoResponse(model=model, vocab_size=vocab_size)
+    def __init__(
+        self, vocab_size: int = 8, model: str = "m", checksum: str = "a", **load: int
+    ) -> None:
+        self.info = verify_pb2.GetModelInfoResponse(
+            model=model, vocab_size=vocab_size, checksum=checksum
+        )
         self.load = verify_pb2.Load(**load)  # type: ignore[arg-type]
         self.asked: list[verify_pb2.RunRequest] = []
         self.num_infos = 0
@@ -77,7 +81,7 @@ def submit(**fields: Any) -> verify_pb2.SubmitRequest:
     return verify_pb2.SubmitRequest(prompt=PROMPT, **fields)
 
 
-@pytest.mark.parametrize("other", [{"vocab_size": 9}, {"model": "n"}])
+@pytest.mark.parametrize("other", [{"vocab_size": 9}, {"model": "n"}, {"checksum": "b"}])
 def test_a_verifier_of_another_model_gets_nothing(
     other: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,6 +98,14 @@ def test_a_verifier_of_another_model_gets_nothing(
 
     run(main)
     assert "it serves another model" in caplog.text
+
+
+def test_an_older_verifier_that_gives_no_checksum_is_used() -> None:
+    async def main() -> None:
+        async with pool_of(Verifier(), Verifier(checksum="")) as pool:
+            await eventually(lambda: pool.num_usable == 2)
+
+    run(main)
 
 
 def test_what_a_verifier_says_of_its_load_counts_beside_what_was_sent_there() -> None:
