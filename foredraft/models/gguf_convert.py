@@ -16,7 +16,7 @@ import numpy as np
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.weight_scheme import GGUF_BLOCKS, GGUF_SCHEMES
-from foredraft.models.gguf_text import KEYS, PREFIX, follow_metadata
+from foredraft.models.gguf_text import KEYS, PREFIX, drop_foreign_tokens, follow_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +99,7 @@ def convert(source: Path, target: Path) -> None:
     values = {key: _field(reader, f"{PREFIX}{key}") for key in KEYS}
     follow_metadata(tokenizer.backend_tokenizer, values, str(source))
     tokenizer.save_pretrained(target)
+    drop_foreign_tokens(target / "tokenizer.json", len(reader.fields[f"{PREFIX}tokens"].data))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     raw = _raw_config(config, types)
     _add_metadata(raw, reader, source)

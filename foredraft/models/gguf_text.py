@@ -1,6 +1,8 @@
 """How a GGUF file says that text is split into tokens, where transformers passes it over."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -52,6 +54,19 @@ def follow_metadata(backend: tokenizers.Tokenizer, values: Mapping[str, Any], wh
         _drop_space_prefix(backend)
     if values["model"] == "gpt2":
         _split(backend, values, where)
+
+
+def drop_foreign_tokens(file: Path, num_tokens: int) -> None:
+    """Removes tokens that a file of GGUF does not have from the tokenizer.json made of it:
+    transformers adds the end of text that its class of GPT-2's kind has by default.
+
+    Args:
+        file: The tokenizer.json.
+        num_tokens: Number of tokens of the GGUF file.
+    """
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < num_tokens]
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _drop_space_prefix(backend: tokenizers.Tokenizer) -> None:

@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers
 
 from foredraft.errors import CheckpointError
 from foredraft.models.gguf_convert import convert
-from foredraft.text.tokenizer import Tokenizer
+from foredraft.text.tokenizer import Tokenizer, fingerprint_of
 from testing import gguf_files, tiny_tokenizers
 
 PRE = "tokenizer.ggml.pre"
@@ -107,6 +107,16 @@ def test_a_piece_that_is_a_token_is_taken_whole(tmp_path: Path) -> None:
         folder.mkdir()
         got = converted(folder, original, pre=pre).encode(word, add_special_tokens=False)
         assert (got == tokens) == is_whole
+
+
+@pytest.mark.parametrize("family", ["byte_level", "llama_2", "gemma"])
+def test_the_vocabulary_is_the_files(family: str, tmp_path: Path) -> None:
+    """transformers adds a token to it, which a prompt could hold and no model has."""
+    original = tiny_tokenizers.FAMILIES[family]()
+    got = converted(tmp_path, original)
+    assert got.fingerprint == fingerprint_of(original.get_vocab())
+    assert got.vocab_size == original.get_vocab_size()
+    assert max(got.encode("dog<|endoftext|>")) < original.get_vocab_size()
 
 
 @pytest.mark.parametrize("said", [False, True, None])
