@@ -31,6 +31,7 @@ class VerifierPool:
     def __init__(self, targets: Sequence[str], identity: Identity | None = None) -> None:
         self.info: verify_pb2.GetModelInfoResponse | None = None
         self._identity = identity
+        self._checksum = ""  # of the model that connected verifiers serve
         self._changed = asyncio.Event()
         self._is_stopping = False
         self._routes = Router()
@@ -152,11 +153,15 @@ class VerifierPool:
     def _accept(self, info: verify_pb2.GetModelInfoResponse) -> None:
         if self.info is None:
             self.info = info
-        for field in ("model", "vocab_size", "checksum"):
+        for field in ("model", "vocab_size"):
             ours, theirs = getattr(self.info, field), getattr(info, field)
-            # Verifiers of before there were checksums give none.
-            if ours != theirs and ours and theirs:
+            if ours != theirs:
                 raise ForedraftError(f"it serves another model: {field} {theirs}, not {ours}")
+        # Older verifiers give no checksum. Where none is connected, its weights may have changed.
+        ours, theirs = self._checksum, info.checksum
+        if ours and theirs not in ("", ours) and any(each.ready for each in self._connections):
+            raise ForedraftError(f"it serves another model: checksum {theirs}, not {ours}")
+        self._checksum = theirs or ours
 
     def _on_change(self) -> None:
         metrics.verifiers.set(self.num_usable)

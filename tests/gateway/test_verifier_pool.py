@@ -31,6 +31,7 @@ class Verifier(verify_pb2_grpc.VerifyServiceServicer):
         self.asked: list[verify_pb2.RunRequest] = []
         self.num_infos = 0
         self.num_flushes = 0
+        self.is_run = False
 
     async def GetModelInfo(
         self, request: object, context: object
@@ -45,6 +46,7 @@ class Verifier(verify_pb2_grpc.VerifyServiceServicer):
     async def Run(
         self, requests: AsyncIterator[verify_pb2.RunRequest], context: object
     ) -> AsyncIterator[verify_pb2.RunResponse]:
+        self.is_run = True
         yield verify_pb2.RunResponse(load=self.load)
         async for request in requests:
             self.asked.append(request)
@@ -81,7 +83,7 @@ def submit(**fields: Any) -> verify_pb2.SubmitRequest:
     return verify_pb2.SubmitRequest(prompt=PROMPT, **fields)
 
 
-@pytest.mark.parametrize("other", [{"vocab_size": 9}, {"model": "n"}, {"checksum": "b"}])
+@pytest.mark.parametrize("other", [{"vocab_size": 9}, {"model": "n"}])
 def test_a_verifier_of_another_model_gets_nothing(
     other: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,12 +102,25 @@ def test_a_verifier_of_another_model_gets_nothing(
     assert "it serves another model" in caplog.text
 
 
-def test_an_older_verifier_that_gives_no_checksum_is_used() -> None:
+def test_other_weights_under_the_same_name_get_nothing_beside_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They do once no verifier with the first weights is left: then the deployment has changed."""
+
     async def main() -> None:
-        async with pool_of(Verifier(), Verifier(checksum="")) as pool:
+        verifiers = Verifier(), Verifier(checksum="b"), Verifier(checksum="")
+        async with pool_of(*verifiers) as pool:
+            await eventually(lambda: all(each.num_infos > 1 or each.is_run for each in verifiers))
             await eventually(lambda: pool.num_usable == 2)
+            first, second = pool._connections[:2]
+            assert first.usable != second.usable
+            old, new = (first, second) if first.usable else (second, first)
+            for connection in (old, pool._connections[2]):
+                await connection.close()
+            await eventually(lambda: new.usable)
 
     run(main)
+    assert "it serves another model: checksum" in caplog.text
 
 
 def test_what_a_verifier_says_of_its_load_counts_beside_what_was_sent_there() -> None:
