@@ -24,18 +24,17 @@ class AskedFirst:
         self._worth, self._count = config.prior_chance, 0.0
 
     def worth(self, histories: Sequence[DraftHistory], is_optimistic: bool) -> list[float]:
-        """Returns the tokens that asking brings for each sequence.
+        """Returns the tokens that asking brings for each sequence, 0 at least.
 
         Args:
             histories: Histories of the sequences.
-            is_optimistic: Whether the estimate is at least the prior while little is known.
+            is_optimistic: Whether estimates are at least the prior while little is known: a few
+                answers that bring nothing are no sign, since matches come in runs.
         """
-        config, known = self._config, self._worth
-        if is_optimistic and self._count < config.seen_enough:
-            known = max(known, config.prior_chance)
-        prior = config.prior_outcomes
+        config, known, prior = self._config, self._worth, self._config.prior_outcomes
+        least = config.prior_chance * (is_optimistic and self._count < config.seen_enough)
         own = [history.asked.get(self._number, (0.0, 0.0)) for history in histories]
-        return [(prior * known + total) / (prior + count) for total, count in own]
+        return [max((prior * known + total) / (prior + count), least) for total, count in own]
 
     def brought(self, history: DraftHistory, tokens: float) -> None:
         """Records the tokens that asking for a sequence has brought."""

@@ -222,6 +222,9 @@ class Controller:
             # Who leaves must read much to come back.
             stays = config.margin**-2 if is_known else 1.0
             least = (config.margin if is_start else stays) * len(candidates) / bank.step
+            if is_start and bank.is_full and not (is_known or are_beside):
+                # A full bank earns nothing more: it pays for a trial that seems to lose little.
+                least /= 1 + 1 / config.prior_outcomes
             self._pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
@@ -362,9 +365,8 @@ class Controller:
             beyond = any(self.has_trial) * costs.beyond(batch, step.rows, step.seconds + wait.lead)
             bank.plain(cost + passed, beyond)
             changes.suspended(cost, bank.step)
-        plain_steps = (cost + passed) / costs.plain(batch)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
-            acceptance.pass_time(cost + passed, plain_steps)
+            acceptance.pass_time(cost + passed, (cost + passed) / costs.plain(batch))
             asking.pass_time(cost + passed)
 
     def interrupted(self, wait: Wait) -> None:

@@ -40,6 +40,7 @@ class CostModel:
         self._kind, self._is_changed, self._aged = PLAIN, False, 0.0
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
+        self._num_waits = 0
 
     def plain(self, batch: int) -> float:
         """Returns the seconds of a step without drafts."""
@@ -143,12 +144,15 @@ class CostModel:
     ) -> None:
         """Learns from a real step's wait for a draft that read `unread` tokens first."""
         known = self._drafts.setdefault((draft, is_ahead), {})
-        key = _size(sequences), levels
-        seen = known.setdefault(key, deque(maxlen=self._config.near_steps))
+        seen = known.setdefault((_size(sequences), levels), deque(maxlen=self._config.near_steps))
         seconds = max(seconds, 0.0) / math.exp(self._level)
         if unread and any(known.values()):  # what it read is part of it
             seconds = min(seconds, self.draft(draft, sequences, levels, is_ahead))
         seen.append(seconds)
+        self._num_waits += 1
+        # Waits of sizes that were left may come from a slow stretch, and would keep these away.
+        if not (self.table.is_padded or self._num_waits % self._config.near_steps):
+            self._forget_oldest(but=seen)
 
     def waited_within(self, draft: int, batch: int, levels: int, rows: int, seconds: float) -> None:
         """Learns the wait for a draft as the part of a step's seconds beyond the target's own."""
@@ -164,14 +168,17 @@ class CostModel:
         return max(min(seconds / math.exp(self._level) - self.target(batch, rows), most), -most)
 
     def pass_time(self, seconds: float) -> None:
-        """Lets waits age by `seconds`, so that slow sizes are tried again."""
+        """Lets waits age by `seconds`, so that sizes that seemed slow are tried again."""
         self._aged += seconds / self._config.forget_seconds
         while self._aged >= 1:
             self._aged -= 1
-            for known in self._drafts.values():
-                for seen in known.values():
-                    if seen:
-                        seen.popleft()
+            self._forget_oldest()
+
+    def _forget_oldest(self, but: Collection[float] = ()) -> None:
+        """Forgets the oldest wait of each size, `but` those of one."""
+        for seen in [one for known in self._drafts.values() for one in known.values()]:
+            if seen and seen is not but:
+                seen.popleft()
 
     def _typical(self, seen: Collection[float], expected: float, is_ahead: bool) -> float:
         """Returns the median of the newest waits and the expected one.

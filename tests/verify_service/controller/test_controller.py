@@ -234,6 +234,37 @@ def test_drafting_begins_only_if_the_bank_can_pay_for_what_is_read_first() -> No
         assert policy.is_drafting == [drafts]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "lost", "drafts"), [(6, 0, True), (6, 0.5, False), (24, 0, False)]
+)
+def test_a_full_bank_pays_for_a_trial_that_seems_to_lose_little(
+    wrong: int, lost: float, drafts: bool
+) -> None:
+    """A few bad guesses, which may all be of one text, kept drafts away for seconds."""
+    policy = Controller(CostModel(TYPICAL), [DraftKind(5, 5)])
+    policy.is_drafting = [False]
+    policy._bank.pay(lost * 0.1)
+    for _ in range(9):
+        policy._costs.waited(0, 1, 5, 0.12)
+    for _ in range(wrong):
+        policy._acceptance[0].record(DraftHistory(), 0, 5, (), 0)
+    policy.plan([Candidate(DraftHistory(), [5], left=500)])
+    assert policy.is_drafting == [drafts]
+
+
+def test_a_few_useless_answers_do_not_end_the_trial_of_ngrams() -> None:
+    policy, history = controller(TYPICAL, 11, 11, is_first=True), DraftHistory()
+    policy._bank.pay(0.15)
+    for _ in range(8):
+        assert policy.plan([Candidate(history, [11])]).nodes == [11]
+        policy._asking.each[0].brought(history, -0.3)
+        policy.think()
+    policy._bank.pay(1.0)
+    policy.think()
+    assert not policy._bank.has_any
+    assert policy.plan([Candidate(history, [11])]).nodes == [0]
+
+
 def test_ngrams_read_at_no_cost() -> None:
     one = Candidate(DraftHistory(), [5], behind=[2000])
     for is_first, unread in ((False, 2000), (True, 0)):

@@ -164,3 +164,18 @@ def test_a_size_that_seemed_to_take_too_long_is_tried_again(is_ahead: bool) -> N
     assert costs.draft(0, 4, 3, is_ahead) == pytest.approx(9e-3, rel=0.06)
     costs.pass_time(40.0)
     assert costs.draft(0, 4, 3, is_ahead) < 2.5e-3
+
+
+def test_a_size_that_was_slow_for_a_while_is_not_kept_away_while_another_is_used() -> None:
+    """As on a CPU that other programs slowed for a third of a second: shorter chains were drafted
+    for ten times as long.
+    """
+    costs = CostModel(RowTable([1, 8], [3e-3, 3.5e-3]))
+    for _ in range(9):
+        costs.waited(0, 1, 3, 9e-3)
+    assert costs.draft(0, 1, 3) == pytest.approx(9e-3)
+    for _ in range(100):
+        costs.waited(0, 1, 2, 2.4e-3)
+        costs.pass_time(6e-3)
+    assert costs.draft(0, 1, 2) == pytest.approx(2.4e-3)
+    assert 2.4e-3 < costs.draft(0, 1, 3) < 4e-3
