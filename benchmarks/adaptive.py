@@ -7,8 +7,9 @@ No model runs and no clock is read: steps take what a table says (3 % noise, a s
 drafted tokens are right with a given probability, drawn from a seeded generator. Ratios are to
 plain decoding and to the best fixed size of trees, none included, both computed. Prints tables,
 writes JSON and a plot. With --cold it is the first 24 requests of a fresh stack on two cores
-(`testing/cold_start.py`), slow or fast ones, for four drafts, quiet and with rivals for the cores:
-tokens/s of plain decoding, and of the better of always drafting and never.
+(`testing/cold_start.py`), slow or fast ones, for four drafts, quiet and with rivals for the cores,
+with guesses recorded on real texts: tokens/s of plain decoding, and of the better of always
+drafting and never.
 """  # noqa: E501
 
 import argparse

@@ -107,7 +107,7 @@ def _speed(arm: str, draft: str, temperature: float, batch: int) -> float:
     prompts = [texts[number % len(texts)][:LONGEST] for number in range(REQUESTS)]
     server = fresh_server(draft, speculative_adaptive=arm != "always")
     with server as url, ThreadPoolExecutor(batch) as pool:
-        while draft != PLAIN and not _is_drafting(url):
+        while draft != PLAIN and not is_drafting(url):
             time.sleep(0.05)
         began = time.perf_counter()
         asked = [
@@ -118,7 +118,7 @@ def _speed(arm: str, draft: str, temperature: float, batch: int) -> float:
         return tokens / (time.perf_counter() - began)
 
 
-def _is_drafting(url: str) -> bool:
+def is_drafting(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/get_server_info", timeout=60) as answer:
         verifiers = json.load(answer)["verifiers"].values()
     return all(one["drafting_since"] for one in verifiers)

@@ -1,17 +1,20 @@
 """A model of a fresh stack on two cores, for the controller: its first requests, quiet and with
 rivals for the cores.
 
-Step times are the bundled family's on two cores, slow ones and fast ones; chances of a right guess
-are its accept lengths (docs/algorithms.md); no clock, no model, all drawn from a seed. What rivals
-do is drawn apart from what is drafted: stretches in which everything is slower, and single hiccups
-of target and draft.
+Step times are the bundled family's on two cores, slow ones and fast ones. Which guesses are right
+was recorded on real texts (`benchmarks.record_guesses`): they fail in runs, as drawn ones would
+not. No clock, no model. What rivals do is drawn from a seed, apart from what is drafted: stretches
+in which everything is slower, and single hiccups of target and draft.
 """
 
+import functools
+import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from testing.ngram_load import COPIED, NEW, SAMPLED, Match
+from testing.step_model import TABLES
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import (
@@ -25,6 +28,7 @@ from verify_service.controller.messages import (
 )
 from verify_service.controller.tables import RowTable
 
+GUESSES = TABLES / "guesses.json"
 WIDTHS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 TARGET = [6.1e-3, 7.6e-3, 7.7e-3, 7.7e-3, 8.3e-3, 8.9e-3, 10.4e-3, 12e-3, 15.2e-3, 18.4e-3]
 # Forwards of fast cores as they are timed at start, and whole steps beside a gateway.
@@ -41,7 +45,8 @@ FAST_TARGET = [
     5.86e-3,
 ]
 FAST_STEPS = [4.3e-3, 4.3e-3, 4.4e-3, 4.5e-3, 4.7e-3, 4.8e-3, 5.1e-3, 5.4e-3, 6.5e-3, 8e-3]
-REQUESTS, TOKENS, PROMPT, TEST_TOKENS = 24, 96, 120, 24
+REQUESTS, PROMPT, TEST_TOKENS = 24, 160, 24  # tokens of a prompt, and of the self-test's texts
+NEXT = 5  # number of texts between the first ones of two stacks
 NOISE, BUSY_NOISE = 0.03, 0.06
 # Slowness of stretches with rivals, and their mean seconds.
 SPEEDS, STRETCH = (1.0, 1.0, 1.6, 2.5), 1 / 3
@@ -56,24 +61,20 @@ class Cores(NamedTuple):
         timed: Seconds of forwards as they are timed at start, by `WIDTHS`.
         steps: Seconds of whole steps, by `WIDTHS`.
         thought: Seconds of a plan, and of choosing what to verify.
-        turns: Chances that a greedy text begins and ends to repeat itself, after a token.
-        test_chance: Difference of chances between the self-test's texts and others.
     """
 
     timed: list[float]
     steps: list[float]
     thought: float = 0.0
-    turns: tuple[float, float] = (0.0, 0.0)
-    test_chance: float = 0.0
 
 
 SLOW = Cores(TARGET, TARGET)
-FAST = Cores(FAST_TARGET, FAST_STEPS, 0.05e-3, (0.03, 0.01), -0.25)
+FAST = Cores(FAST_TARGET, FAST_STEPS, 0.05e-3)
 
 
 class Drafts(NamedTuple):
     """A draft: its tree, seconds of an answer, of a level, of a sequence in a level, of a token
-    that it reads, chances at temperature 0 and 1, and the cores that it runs on.
+    that it reads, and the cores that it runs on.
     """
 
     name: str
@@ -82,83 +83,77 @@ class Drafts(NamedTuple):
     level: float
     row: float
     read: float
-    chances: tuple[float, float] = (0.0, 0.0)
     cores: Cores = SLOW
 
     @property
     def has_matches(self) -> bool:
         """Whether it proposes continuations of matches in the text."""
-        return not any(self.chances)
+        return self.name == "NGRAM"
 
 
 DRAFTS = (
     Drafts("NGRAM", 11, 1.3e-3, 0.0, 0.1e-3, 1.5e-6),
-    Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, 0.06e-3, (0.74, 0.5)),
-    Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, 0.06e-3, (0.68, 0.48)),
-    Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, 0.06e-3, (0.74, 0.5)),
+    Drafts("EAGLE3", 5, 0.9e-3, 0.75e-3, 0.15e-3, 0.06e-3),
+    Drafts("MTP", 5, 0.9e-3, 0.85e-3, 0.17e-3, 0.06e-3),
+    Drafts("STANDALONE", 3, 0.9e-3, 0.6e-3, 0.12e-3, 0.06e-3),
 )
 FAST_DRAFTS = (
-    Drafts("NGRAM", 11, 1.2e-3, 0.0, 0.05e-3, 1.5e-6, cores=FAST),
-    Drafts("EAGLE3", 5, 2.9e-3, 0.48e-3, 0.05e-3, 0.035e-3, (0.74, 0.5), FAST),
-    Drafts("MTP", 5, 2.7e-3, 0.55e-3, 0.05e-3, 0.035e-3, (0.68, 0.48), FAST),
-    Drafts("STANDALONE", 3, 2.7e-3, 0.4e-3, 0.05e-3, 0.035e-3, (0.74, 0.5), FAST),
+    Drafts("NGRAM", 11, 1.2e-3, 0.0, 0.05e-3, 1.5e-6, FAST),
+    Drafts("EAGLE3", 5, 2.9e-3, 0.48e-3, 0.05e-3, 0.035e-3, FAST),
+    Drafts("MTP", 5, 2.7e-3, 0.55e-3, 0.05e-3, 0.035e-3, FAST),
+    Drafts("STANDALONE", 3, 2.7e-3, 0.4e-3, 0.05e-3, 0.035e-3, FAST),
 )
-SPREAD = 0.1  # difference of chances between texts
 
 
-class _Text:
-    """What a draft guesses of a text, at each position: the same however it is decoded.
+class Guess(NamedTuple):
+    """What a draft proposes at a place of a text.
 
-    Args:
-        rng: Source of chances.
-        chance: Chance of a draft with a model; for others, where their matches come from.
-        matches: Matches at the text's beginning.
-        turns: Chances that the text begins and ends to repeat itself, after a token.
-        length: Number of positions.
+    Attributes:
+        nodes: Number of nodes.
+        right: Nodes on the path that is right.
+        confidence: Confidence of the proposal.
     """
 
-    def __init__(
-        self,
-        rng: random.Random,
-        chance: float | None,
-        matches: tuple[Match, ...],
-        turns: tuple[float, float],
-        length: int,
-    ) -> None:
-        self._chance = chance
-        self._matches = []
-        for _ in range(length):
-            repeats = matches is COPIED
-            if rng.random() < turns[repeats]:
-                matches = NEW if repeats else COPIED
-            self._matches.append(matches)
-        self._places = [rng.random() for _ in range(length)]
-        self._draws = [rng.random() for _ in range(length)]
+    nodes: int = 0
+    right: Sequence[int] = ()
+    confidence: int = 0
 
-    def guess(self, position: int, most: int) -> tuple[int, int]:
-        """Returns the confidence of the proposal at a position, and how many of its nodes, `most`
-        at the most, are right; 0 and 0 where nothing matches.
+    def within(self, nodes: int) -> "Guess":
+        """Returns the first nodes of the proposal."""
+        return Guess(min(nodes, self.nodes), self.first(nodes), self.confidence)
+
+    def first(self, nodes: int) -> list[int]:
+        """Returns which of the first nodes are right."""
+        return [node for node in self.right if node < nodes]
+
+    def judged(self, nodes: int) -> tuple[int, Sequence[int]]:
+        """Returns the number of nodes that are judged once the first `nodes` were verified, and
+        those of them that are right. The next token judges one more.
         """
-        confidence, first, further = 0, self._chance, self._chance
-        if first is None or further is None:
-            confidence, place = 1, self._places[position]
-            for match in self._matches[position]:
-                if place < match.share:
-                    first, further = match.first, match.further
-                    break
-                confidence, place = confidence + 1, place - match.share
-            else:
-                return 0, 0
-        right = 0
-        while right < most and self._draws[position + right] < (further if right else first):
-            right += 1
-        return confidence, right
+        num_right = len(self.first(nodes))
+        if num_right == len(self.right):
+            return self.nodes, self.right
+        return self.right[num_right] + 1, self.right[: num_right + 1]
+
+
+@functools.cache
+def texts(draft: str, nodes: int, is_sampled: bool) -> list[list[Guess]]:
+    """Returns a draft's guesses at each place of the recorded texts."""
+    lines = json.loads(GUESSES.read_text())[draft][str(int(is_sampled))]
+    if draft == "NGRAM":
+        return [[_of_word(word) for word in line.split()] for line in lines]
+    return [[Guess(nodes, range(int(digit))) for digit in line] for line in lines]
+
+
+def _of_word(word: str) -> Guess:
+    confidence, nodes, *right = (int(digit, 16) for digit in word)
+    return Guess(nodes, right, confidence)
 
 
 @dataclass(slots=True)
 class _Request:
     history: DraftHistory
-    text: _Text
+    text: list[Guess]
     left: int
     behind: int = PROMPT
     steps: int = 0
@@ -211,25 +206,24 @@ class _Stack:
         table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in draft.cores.timed])
         kind = DraftKind(draft.nodes, draft.nodes, is_asked_first=draft.has_matches)
         self.controller = Controller(CostModel(table), [kind])
-        self.texts = random.Random(seed + 2)
+        # Number of the next text. Stacks begin with other ones.
+        self.next = NEXT * seed  # number of the next text
 
-    def request(self, tokens: int, is_sampled: bool, more: float = 0.0) -> _Request:
-        """Returns a new request; texts differ. `more` is added to its chance."""
-        draft, rng = self._draft, random.Random(self.texts.getrandbits(32))
-        chance = draft.chances[is_sampled] + more + rng.uniform(-SPREAD, SPREAD)
-        matches = SAMPLED if is_sampled else COPIED if rng.random() < 0.6 else NEW
-        turns = (0.0, 0.0) if is_sampled else draft.cores.turns
-        known = None if draft.has_matches else chance
-        text = _Text(rng, known, matches, turns, tokens + draft.nodes)
-        return _Request(DraftHistory(int(is_sampled)), text, tokens)
+    def request(self, is_sampled: bool) -> _Request:
+        """Returns a request for the next text."""
+        known = texts(self._draft.name, self._draft.nodes, is_sampled)
+        text, self.next = known[self.next % len(known)], self.next + 1
+        return _Request(DraftHistory(int(is_sampled)), text, len(text))
 
     def test(self) -> None:
-        """Runs the self-test of a draft with a model: four short texts, all drafted."""
-        more = self._draft.cores.test_chance
-        running = [self.request(TEST_TOKENS, False, more) for _ in range(4)]
+        """Runs the self-test of a draft with a model: the beginnings of four texts, all drafted."""
+        running = [self.request(False) for _ in range(4)]
+        for one in running:
+            one.left = TEST_TOKENS
         while running:
             self.step(running, is_forced=True)
             running = [one for one in running if one.left > 0]
+        self.next -= 4
 
     def step(self, running: list[_Request], is_forced: bool = False) -> int:
         """Runs a step and returns its tokens."""
@@ -248,21 +242,19 @@ class _Stack:
         elif self._arm == "default":
             nodes = [0] * batch
         asked = [i for i in range(batch) if nodes[i]]
-        offers = [(0, 0)] * batch  # confidence, right nodes
-        for i in asked:
-            offers[i] = running[i].text.guess(running[i].position, limits[i])
+        guesses = [
+            one.text[one.position].within(num) for one, num in zip(running, nodes, strict=True)
+        ]
         if asked and self._arm == "default":
             self.controller.think()
-        proposed = list(nodes)
         if draft.has_matches:
-            proposed = [num * bool(offer[0]) for num, offer in zip(nodes, offers, strict=True)]
-            nodes = proposed
+            nodes = [guess.nodes for guess in guesses]
             if self._arm == "default" and asked:
-                given = [
-                    Offer(one.history, num, offer[0])
-                    for one, num, offer in zip(running, proposed, offers, strict=True)
+                offers = [
+                    Offer(one.history, guess.nodes, guess.confidence)
+                    for one, guess in zip(running, guesses, strict=True)
                 ]
-                nodes = self.controller.trim(given)
+                nodes = self.controller.trim(offers)
                 thought += self._draft.cores.thought
         levels = 1 if draft.has_matches else max(nodes)
         waited = draft.answer + levels * (draft.level + draft.row * len(asked)) if asked else 0.0
@@ -270,14 +262,11 @@ class _Stack:
         waited += draft.read * unread + thought
         seconds, wait = self.machine.passes(self._real.seconds(batch, batch + sum(nodes)), waited)
         tokens = 0
-        for i, one in enumerate(running):
-            confidence, right = offers[i]
-            accepted = min(right, nodes[i])
-            if self._arm == "default" and proposed[i]:
-                known = proposed[i] if right <= nodes[i] else nodes[i] + 1
-                self.controller.record(
-                    one.history, known, range(min(right, nodes[i] + 1)), confidence, accepted
-                )
+        for i, (one, guess) in enumerate(zip(running, guesses, strict=True)):
+            accepted = len(guess.first(nodes[i]))
+            if self._arm == "default" and guess.nodes:
+                known, right = guess.judged(nodes[i])
+                self.controller.record(one.history, known, right, guess.confidence, accepted)
             one.left -= 1 + accepted
             one.position += 1 + accepted
             one.behind = 1 + accepted if i in asked else one.behind + 1
@@ -289,6 +278,9 @@ class _Stack:
             rows = batch + sum(nodes)
             if asked or not self.controller.passes(seconds):
                 self.controller.observe(Observed(batch, rows, seconds, tokens, said))
+            for one in running:
+                if one.left <= 0:
+                    self.controller.forget(one.history)
         return tokens
 
 
@@ -314,12 +306,11 @@ def serve(
     if arm == "default" and not draft.has_matches:
         stack.test()
         stack.machine.now = stack.machine.worked = 0.0
-        stack.texts.seed(seed + 2)
     left, tokens, first = REQUESTS, 0, 0
     running: list[_Request] = []
     while left or running:
         while left and len(running) < batch:
-            running.append(stack.request(TOKENS, is_sampled))
+            running.append(stack.request(is_sampled))
             left -= 1
         before = [one.behind for one in running]
         tokens += stack.step(running)
