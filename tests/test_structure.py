@@ -52,6 +52,14 @@ def circles(graph: dict[str, frozenset[str]]) -> list[list[str]]:
     return [sorted(remaining)] if remaining else []
 
 
+@cache
+def started(module: str) -> frozenset[str]:
+    """The repository's programs that a module starts by name."""
+    tree = ast.parse((ROOT / modules()[module]).read_text())
+    named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return frozenset(name for name in named & modules().keys() if is_entry_point(name))
+
+
 def is_entry_point(module: str) -> bool:
     """Whether it is a program of its own, started by name."""
     return '__name__ == "__main__"' in (ROOT / modules()[module]).read_text()
@@ -76,7 +84,7 @@ def owners() -> dict[str, set[str]]:
         for user in shared:
             if user.startswith(EXEMPT):
                 continue
-            for name in imports(user):
+            for name in imports(user) | started(user):
                 if name in found and not found[user] <= found[name]:
                     found[name] |= found[user]
                     changed = True
