@@ -93,12 +93,5 @@ class HeadMethod(DraftMethod):
 
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> LevelStep:
         """See DraftMethod."""
-        assert source is not None
-        levels, fuse = self._levels, self._states.fuse
-        return LevelStep(
-            levels.forward,
-            lambda rows: fuse(source.rows[rows]),
-            levels.kv,
-            options,
-            levels.token_map,
-        )
+        levels, features = self._levels, self._states.at(source)
+        return LevelStep(levels.forward, features, levels.kv, options, levels.token_map)

@@ -91,14 +91,13 @@ class ParallelMethod(DraftMethod):
 
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> ParallelStep:
         """See DraftMethod."""
-        assert source is not None
-        head, fuse = self._head, self._states.fuse
+        levels, features = self._levels, self._states.at(source)
         return ParallelStep(
-            self._levels.forward,
-            lambda rows: fuse(source.rows[rows]),
-            self._levels.kv,
+            levels.forward,
+            features,
+            levels.kv,
             options,
-            head.token_map,
-            mask_token=head.mask_token_id,
+            levels.token_map,
+            mask_token=self._head.mask_token_id,
             mask_feature=self._mask_feature,
         )

@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draft_service.drafters.extending import Parts
+from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.steps.block_runner import BlockRunner
 from draft_service.steps.head_runner import HeadRunner
+from draft_service.steps.level_step import Features
 from foredraft.errors import InvalidRequest
 from foredraft.transport.base import HiddenReader
 
@@ -55,6 +57,11 @@ class TargetStates:
         return lambda parts: self.fuse(
             torch.cat([states[index][first:end] for index, first, end in parts])
         )
+
+    def at(self, source: HiddenSource | None) -> Features:
+        """Returns what projects rows of the source of a step of fixed shape, by their indexes."""
+        assert source is not None
+        return lambda indexes: self.fuse(source.rows[indexes])
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """Converts rows [n, width] to features [n, hidden_size]."""

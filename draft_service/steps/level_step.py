@@ -7,6 +7,7 @@ import torch
 from draft_service.steps.batches import DraftBatches
 from draft_service.steps.draft_step import DraftStep, StepOptions
 from draft_service.steps.operations import Beams
+from draft_service.steps.records import DraftShape
 from foredraft.attention.base import Batch
 from foredraft.kvcache.paged_kv import PagedKV
 
@@ -20,33 +21,8 @@ Forward = Callable[
 Features = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Roots:
-    """Holds what levels begin with: results of the sequences' newest tokens, at fixed addresses.
-
-    Attributes:
-        logits: float32 [max_batch, V].
-        features: [max_batch, H]; None for a draft without features.
-    """
-
-    def __init__(self, kv: PagedKV, options: StepOptions) -> None:
-        shape, size, device = options.shape, options.max_batch, kv.data.device
-        self.logits = torch.zeros(size, shape.vocab, device=device)
-        self.features: torch.Tensor | None = None
-        if shape.feature_size:
-            self.features = torch.zeros(
-                size, shape.feature_size, dtype=kv.data.dtype, device=device
-            )
-
-    def keep(self, logits: torch.Tensor | None, features: torch.Tensor | None) -> None:
-        """Copies logits [n, V] and features [n, H], as far as there are some."""
-        if logits is not None:
-            self.logits[: len(logits)].copy_(logits)
-        if self.features is not None and features is not None:
-            self.features[: len(features)].copy_(features)
-
-
-class LevelStep(DraftStep):
-    """Steps of a draft whose levels are a forward each.
+class RootedStep(DraftStep):
+    """Steps that begin with a forward of the committed tokens, whose results the trees' roots are.
 
     Args:
         forward: The draft; its attention takes a batch's own plan.
@@ -62,27 +38,47 @@ class LevelStep(DraftStep):
         kv: PagedKV,
         options: StepOptions,
         token_map: torch.Tensor | None,
+        planned: DraftShape | None = None,
     ) -> None:
-        super().__init__(kv, options, token_map)
+        super().__init__(kv, options, token_map, planned)
         self._forward, self._features = forward, features
-        self._roots = Roots(kv, options)
+        # Results of the sequences' newest tokens, at fixed addresses: logits [max_batch, V], and
+        # features [max_batch, H] of a draft that has some.
+        shape, size = options.shape, options.max_batch
+        self._root_logits = torch.zeros(size, shape.vocab, device=self.device)
+        self._root_features: torch.Tensor | None = None
+        if shape.feature_size:
+            self._root_features = torch.zeros(
+                size, shape.feature_size, dtype=kv.data.dtype, device=self.device
+            )
 
     def extend(self, batch: int) -> None:
         """See DraftStep."""
         batches = self.prepare(batch)
         features = self._features(batches.plan.hidden_rows) if self._features is not None else None
-        self._roots.keep(*self._forward(batches.committed(), features, None))
+        self._keep(*self._forward(batches.committed(), features, None))
 
     def take_roots(
         self, batch: int, logits: torch.Tensor | None, features: torch.Tensor | None
     ) -> None:
         """See DraftStep."""
         self.prepare(batch)
-        self._roots.keep(logits, features)
+        self._keep(logits, features)
+
+    def _keep(self, logits: torch.Tensor | None, features: torch.Tensor | None) -> None:
+        """Copies logits [n, V] and features [n, H] of roots, as far as there are some."""
+        if logits is not None:
+            self._root_logits[: len(logits)].copy_(logits)
+        if self._root_features is not None and features is not None:
+            self._root_features[: len(features)].copy_(features)
+
+
+class LevelStep(RootedStep):
+    """Steps of a draft whose levels are a forward each."""
 
     def grow(self, batch: int, batches: DraftBatches, beams: Beams) -> None:
         """See DraftStep."""
-        logits, features = self._roots.logits[:batch], self._roots.features
+        logits, features = self._root_logits[:batch], self._root_features
         if features is not None:
             features = features[:batch]
         for level in range(self.shape.num_steps):

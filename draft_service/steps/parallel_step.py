@@ -5,24 +5,22 @@ from dataclasses import replace
 import torch
 
 from draft_service.steps.batches import DraftBatches
-from draft_service.steps.draft_step import DraftStep, StepOptions
-from draft_service.steps.level_step import Features, Forward, Roots
+from draft_service.steps.draft_step import StepOptions
+from draft_service.steps.level_step import Features, Forward, RootedStep
 from draft_service.steps.operations import Beams
 from foredraft.kvcache.paged_kv import PagedKV
 
 
-class ParallelStep(DraftStep):
+class ParallelStep(RootedStep):
     """Steps of a head that computes all levels in one forward.
 
     The mask rows write their keys to the slots of as many levels of a chain, all at once.
 
     Args:
-        forward: The head; its attention takes a batch's own plan.
-        features: Features of committed tokens.
         mask_token: Token id of a mask row.
         mask_feature: Feature of a mask row, [1, hidden_size].
 
-    See DraftStep for the other arguments.
+    See RootedStep for the other arguments.
     """
 
     has_blocks = True
@@ -41,28 +39,13 @@ class ParallelStep(DraftStep):
         # Mask rows read no features of the roots.
         shape = replace(options.shape, feature_size=0)
         options, planned = replace(options, shape=shape), replace(shape, topk=1)
-        super().__init__(kv, options, token_map, planned)
-        self._forward, self._features = forward, features
+        super().__init__(forward, features, kv, options, token_map, planned)
         self._mask_token, self._mask_feature = mask_token, mask_feature
-        self._roots = Roots(kv, options)
-
-    def extend(self, batch: int) -> None:
-        """See DraftStep."""
-        batches = self.prepare(batch)
-        features = self._features(batches.plan.hidden_rows)
-        self._roots.keep(*self._forward(batches.committed(), features, None))
-
-    def take_roots(
-        self, batch: int, logits: torch.Tensor | None, features: torch.Tensor | None
-    ) -> None:
-        """See DraftStep."""
-        self.prepare(batch)
-        self._roots.keep(logits, features)
 
     def grow(self, batch: int, batches: DraftBatches, beams: Beams) -> None:
         """See DraftStep."""
         num_masks, rows = self.shape.num_steps - 1, batches.block_rows
-        levels = [self._roots.logits[:batch]]
+        levels = [self._root_logits[:batch]]
         if rows is not None:
             self.operations.begin_block(batches.plan, rows, self._mask_token, False)
             features = self._mask_feature.expand(batch * num_masks, -1).contiguous()
