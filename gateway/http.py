@@ -52,6 +52,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
+class Renamed:
+    """A body whose fields have other names in the gateway."""
+
+    def names(self) -> dict[str, str]:
+        """Maps internal field names to this body's."""
+        raise NotImplementedError
+
+    def field(self, name: str) -> str:
+        """Returns this body's name of an internal field."""
+        return self.names().get(name, name)
+
+
 B = TypeVar("B", bound=Body)
 
 

@@ -8,7 +8,7 @@ from pydantic import model_validator
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway import remedies
-from gateway.http import Body, Items, Objects
+from gateway.http import Body, Items, Objects, Renamed
 from gateway.openai.response_format import flat_grammar
 from gateway.openai.schemas import ChatBody, Message, Speculation
 from gateway.openai.tools import Tool
@@ -76,7 +76,7 @@ class NativeSampling(NativeBody, SamplingFields):
         return flat_grammar(given[0], getattr(self, given[0])) if given else None
 
 
-class GenerateBody(NativeBody):
+class GenerateBody(Renamed, NativeBody):
     """POST /generate."""
 
     remedies: ClassVar[Mapping[str, str]] = {
@@ -114,7 +114,6 @@ class GenerateBody(NativeBody):
     timeout: float | None = None
 
     def names(self) -> dict[str, str]:
-        """Maps internal field names to this body's."""
         names = {
             name: f"sampling_params.{name}"
             for name in NativeSampling.model_fields
@@ -137,10 +136,6 @@ class GenerateBody(NativeBody):
             "prompt_logprobs_from": "logprob_start_len",
             "request_id": "rid",
         }
-
-    def field(self, name: str) -> str:
-        """Returns this body's name of an internal field."""
-        return self.names().get(name, name)
 
 
 class TokenizeBody(Body):

@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway import remedies
-from gateway.http import Body, Items, Objects, refuse
+from gateway.http import Body, Items, Objects, Renamed, refuse
 from gateway.openai.response_format import GrammarFields, ResponseFormat
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
 from gateway.sampling_fields import SamplingFields, given_sampling
@@ -35,7 +35,7 @@ class Speculation(Body):
         return SpeculationParams(self.enabled, self.num_steps, self.topk, self.num_draft_tokens)
 
 
-class GenerationBody(GrammarFields, SamplingFields):
+class GenerationBody(Renamed, GrammarFields, SamplingFields):
     """Fields that completions and chat completions have in common."""
 
     remedies = remedies.OPENAI
@@ -78,16 +78,11 @@ class GenerationBody(GrammarFields, SamplingFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def names(self) -> dict[str, str]:
-        """Maps internal field names to this body's."""
         return {
             "max_new_tokens": "max_tokens",
             "min_new_tokens": "min_tokens",
             "grammar": next(iter(self.grammar_fields()), "structured_outputs"),
         }
-
-    def field(self, name: str) -> str:
-        """Returns this body's name of an internal field."""
-        return self.names().get(name, name)
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -175,9 +175,7 @@ class DeltaWriter:
 
     def has_whole_calls(self, end: Completion) -> bool:
         """Returns whether there are calls, and none was cut by a stop of the request."""
-        if not end.is_by_request:
-            return self.num_calls > 0
-        return self.num_calls > 0 and is_json("".join(self._arguments))
+        return self.num_calls > 0 and (not end.is_by_request or is_json("".join(self._arguments)))
 
     def render(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Renders pieces: `reasoning_content`, `content`, `tool_calls`, any or none of them."""
