@@ -349,11 +349,11 @@ class Controller:
         is_changed = costs.table.is_padded and is_drafted != self._was_drafted
         waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
         cost = costs.target(batch, step.rows) + waited
-        self._was_drafted = is_drafted
+        self._was_drafted, plain = is_drafted, costs.plain(batch)
         self._unplanned += cost
         passed, self._passed, self._num_passed = self._passed, 0.0, 0
         costs.pass_time(cost + passed)
-        worth = step.tokens * costs.plain(batch) / batch
+        worth = step.tokens * plain / batch
         if is_drafted:
             self._since_plain += cost
             if not self._is_forced:
@@ -366,7 +366,7 @@ class Controller:
             bank.plain(cost + passed, beyond)
             changes.suspended(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
-            acceptance.pass_time(cost + passed, (cost + passed) / costs.plain(batch))
+            acceptance.pass_time(cost + passed, (cost + passed) / plain)
             asking.pass_time(cost + passed)
 
     def interrupted(self, wait: Wait) -> None:

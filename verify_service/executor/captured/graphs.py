@@ -8,7 +8,6 @@ one download. A step may start before the host knows the outcome of the previous
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -230,8 +229,7 @@ class DecodeGraphs:
         shares_keys: bool = False,
     ) -> StepKind:
         batch = self.shapes.batch_size(num_sequences)
-        kind = StepKind(batch, num_rows, tuple(capture), is_filtered)
-        return replace(kind, shares_keys=shares_keys)
+        return StepKind(batch, num_rows, tuple(capture), is_filtered, shares_keys=shares_keys)
 
     def _can_share(self) -> list[tuple[int, int]]:
         """Returns the shapes of steps that can read shared keys once."""
