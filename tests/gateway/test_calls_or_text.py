@@ -12,15 +12,8 @@ import pytest
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from gateway.openai.call_parsers import CallDeltas
 from gateway.openai.tools import Convention, Function
+from tests.gateway.weather_tool import FUNCTION, PARAMETERS
 
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"town": {"enum": ["Bern", "Rome"]}},
-    "required": ["town"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-FUNCTION: dict[str, Any] = {"name": "get_weather", "parameters": PARAMETERS}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 SCHEMA: dict[str, Any] = {"enum": ["yes", "no"]}
 FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}

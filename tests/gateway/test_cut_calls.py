@@ -11,15 +11,8 @@ import openai
 import pytest
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
+from tests.gateway.weather_tool import FUNCTION, PARAMETERS
 
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"town": {"enum": ["Bern", "Rome"]}},
-    "required": ["town"],
-    "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
-}
-FUNCTION: dict[str, Any] = {"name": "get_weather", "parameters": PARAMETERS}
 ASKED: Any = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "Hi"}],
