@@ -119,6 +119,7 @@ def _speed(arm: str, draft: str, temperature: float, batch: int) -> float:
 
 
 def is_drafting(url: str) -> bool:
+    """Returns whether all drafts of a server draft."""
     with urllib.request.urlopen(f"{url}/get_server_info", timeout=60) as answer:
         verifiers = json.load(answer)["verifiers"].values()
     return all(one["drafting_since"] for one in verifiers)

@@ -23,9 +23,8 @@ KEYS = (
 )
 # Names in `tokenizer.ggml.pre`, of Llama 3's kind and tekken. A text begins with BOS unless the
 # file says otherwise, and a piece of text that is a token is that token, whatever the merges give.
-_WHOLE_PIECES = frozenset(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
-) | {"tekken"}
+_LLAMA3 = "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"
+_WHOLE_PIECES = frozenset((*_LLAMA3, "tekken"))
 # These split as GPT-2 does, but every digit from the others.
 _DIGITS = frozenset(
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")

@@ -263,7 +263,7 @@ def test_metadata_that_is_not_computed(
 def test_a_part_of_a_file_is_refused(
     part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large files are published in parts, of which none has all tensors."""
+    """A part of a large file lacks tensors, whichever part it is."""
     in_parts = functools.partial(gguf.GGUFWriter, split_max_tensors=12)
     monkeypatch.setattr(gguf, "GGUFWriter", in_parts)
     gguf_files.write(tmp_path / "tiny.gguf", one_type("F16"))
