@@ -206,8 +206,7 @@ class _Stack:
         table = RowTable(WIDTHS, [seconds * self.machine.error() for seconds in draft.cores.timed])
         kind = DraftKind(draft.nodes, draft.nodes, is_asked_first=draft.has_matches)
         self.controller = Controller(CostModel(table), [kind])
-        # Number of the next text. Stacks begin with other ones.
-        self.next = NEXT * seed  # number of the next text
+        self.next = NEXT * seed  # number of the next text; stacks begin with other ones
 
     def request(self, is_sampled: bool) -> _Request:
         """Returns a request for the next text."""
