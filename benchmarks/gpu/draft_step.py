@@ -37,10 +37,9 @@ MODES = {
     "tree": (5, 8, 32),
     "eagle3": (7, 1, 8),
     "eagle3-tree": (5, 8, 32),
-    "dflash": (8, 1, 9),
-    "dspark": (8, 1, 9),
     "peagle": (7, 1, 8),
 }
+BLOCKS = ("dflash", "dspark")  # their limits follow from --block-size
 PAGE, CONTEXT, ROWS = 16, 1024, 3
 
 
@@ -60,24 +59,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--modes", nargs="+", default=[*MODES, *BLOCKS], choices=[*MODES, *BLOCKS])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--block-size", type=int, default=8, help="rows of a block")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--profile", type=int, default=0, help="list kernels at this batch")
     args = parser.parse_args()
     for mode in args.modes:
-        drafter, config = load(mode)
+        drafter, config = load(mode, args.block_size)
         measure(mode, drafter, config, args)
 
 
-def load(mode: str) -> tuple[HeadDrafter, ModelConfig]:
+def load(mode: str, block_size: int) -> tuple[HeadDrafter, ModelConfig]:
     """Loads the draft of a mode with random weights; returns it and its target's configuration."""
     with tempfile.TemporaryDirectory() as folder:
         name = mode.removesuffix("-tree")
         algorithm = QWEN_DRAFTS[name][0] if name in QWEN_DRAFTS else "EAGLE3"
         target, head = (
-            write_qwen_checkpoints(Path(folder), name)
+            write_qwen_checkpoints(Path(folder), name, block_size)
             if name in QWEN_DRAFTS
             else write_checkpoints(Path(folder), 32)
         )
@@ -97,7 +97,8 @@ def load(mode: str) -> tuple[HeadDrafter, ModelConfig]:
 
 def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse.Namespace) -> None:
     """Prints a line for every batch."""
-    steps, topk, tokens = MODES[mode]
+    size = args.block_size
+    steps, topk, tokens = (size, 1, size + 1) if mode in BLOCKS else MODES[mode]
     limits = draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
     info = drafter.info()
     batch = max(args.batch)

@@ -163,12 +163,18 @@ def write_checkpoints(
     return target, head
 
 
-def write_qwen_checkpoints(folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes the same for Qwen3-8B and one of QWEN_DRAFTS."""
+def write_qwen_checkpoints(folder: Path, name: str, block_size: int = 8) -> tuple[Path, Path]:
+    """Writes the same for Qwen3-8B and one of QWEN_DRAFTS.
+
+    Args:
+        block_size: Number of rows of a block; only drafts of blocks have one.
+    """
     target, draft = folder / "qwen8b", folder / name
-    for path, config in ((target, QWEN3_8B), (draft, QWEN_DRAFTS[name][1])):
+    config = QWEN_DRAFTS[name][1]
+    config = {**config, "block_size": block_size} if "block_size" in config else config
+    for path, written in ((target, QWEN3_8B), (draft, config)):
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(config, indent=1))
+        (path / "config.json").write_text(json.dumps(written, indent=1))
     return target, draft
 
 
