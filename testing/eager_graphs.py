@@ -197,6 +197,7 @@ def use_eager_graphs(
                 max_path=config.tree_limits[0] + 1,
                 max_tokens=limits.context_length,
                 num_slots=limits.max_running_requests,
+                has_branches=config.tree_limits[1] > 1,
             ),
         )
         mixed = EagerMixedGraphs(

@@ -108,6 +108,7 @@ def graph_sizes(
             max_tokens=limits.context_length,
             num_slots=num_sequences,
             simulate=config.simulate_accept_length is not None,
+            has_branches=tree_limits_of(links, config)[1] > 1,
         ),
         chunk_size(config, device) + num_sequences * max_rows,
     )

@@ -58,8 +58,10 @@ def jobs() -> list[Job]:
     return made
 
 
-def run(path: Path, algorithm: str) -> Sequence[Result]:
-    flags = {"speculative_num_draft_tokens": 3} if algorithm == "NGRAM" else {}
+def run(path: Path, algorithm: str, breadth: int = 1) -> Sequence[Result]:
+    flags: dict[str, Any] = {}
+    if algorithm == "NGRAM":
+        flags = {"speculative_num_draft_tokens": 4, "speculative_ngram_max_bfs_breadth": breadth}
     with running_engine(
         path, algorithm, page_size=8, max_total_tokens=512, max_running_requests=4, **flags
     ) as harness:
@@ -70,9 +72,10 @@ def run(path: Path, algorithm: str) -> Sequence[Result]:
 
 
 @pytest.mark.parametrize("attention", [TritonAttention, ExactAttention])
-@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM"])
+@pytest.mark.parametrize(("algorithm", "breadth"), [("NONE", 1), ("NGRAM", 1), ("NGRAM", 2)])
 def test_steps_of_fixed_shape_give_what_the_engine_gives(
     algorithm: str,
+    breadth: int,
     attention: type[AttentionBackend],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +87,7 @@ def test_steps_of_fixed_shape_give_what_the_engine_gives(
     use_eager_graphs(monkeypatch, attention)
     monkeypatch.setattr(step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
     overlapped, masks = OVERLAPPED_STEPS._value.get(), LATE_MASKS._value.get()
-    got = run(path, algorithm)
+    got = run(path, algorithm, breadth)
     assert LATE_MASKS._value.get() - masks > 5
     if algorithm == "NONE":
         assert OVERLAPPED_STEPS._value.get() - overlapped > 5

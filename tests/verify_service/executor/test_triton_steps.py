@@ -28,8 +28,9 @@ def on_device(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
+@pytest.mark.parametrize("has_branches", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
-def test_records_say_where_a_step_begins(num_rows):
+def test_records_say_where_a_step_begins(num_rows, has_branches):
     rng = random.Random(num_rows)
     max_rows, nodes, slots, batch = 8, 6, 5, 4
     state = [[rng.randrange(1000), rng.randrange(1000)] for _ in range(slots)]
@@ -38,6 +39,7 @@ def test_records_say_where_a_step_begins(num_rows):
         for _ in range(3)
     ]
     trees[1][1][0] = 2**31 - 1
+    trees[2][1][:4] = [-1, 0, 1, 0]  # a chain of three, and a branch
     records = [[rng.randrange(50) for _ in range(STEP.size + 2 * max_rows)] for _ in range(batch)]
     for record, slot, committed, tree in zip(
         records, [3, 0, 4, 1], [-1, 17, -1, 0], [2, -1, -1, 1], strict=True
@@ -47,6 +49,8 @@ def test_records_say_where_a_step_begins(num_rows):
             committed,
             tree,
         )
+    chain = STEP.size + max_rows
+    records[1][chain : chain + 4] = [-1, 0, 1, 2]
     tables = [[rng.randrange(100) for _ in range(7)] for _ in range(slots)]
     set_tables = on_device(tables)
     for record, entry, page in zip(records, [0, 6, 3, 2], [8, 0, 1, 100], strict=True):
@@ -54,7 +58,13 @@ def test_records_say_where_a_step_begins(num_rows):
         if page:
             tables[record[STEP["slot"]]][entry] = page - 1
     begun = begin_step(
-        on_device(records), max_rows, num_rows, on_device(state), on_device(trees), set_tables
+        on_device(records),
+        max_rows,
+        num_rows,
+        on_device(state),
+        on_device(trees),
+        set_tables,
+        has_branches,
     )
     assert set_tables.tolist() == tables
     for i, record in enumerate(records):
@@ -75,6 +85,8 @@ def test_records_say_where_a_step_begins(num_rows):
                 token, parent = trees[tree][0][row - 1], trees[tree][1][row - 1]
                 # Beyond the numbers there is nothing: no row has such a parent.
                 parent = -2 if parent < -1 else parent + 1 if parent < 2**31 - 1 else -(2**31)
+            if not has_branches and parent != row - 1:
+                parent = -2
             assert [int(begun.tokens[i, row]), int(begun.parents[i, row])] == [token, parent]
 
 

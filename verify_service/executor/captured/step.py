@@ -77,6 +77,8 @@ class StepSizes:
         max_tokens: Maximum number of tokens of a sequence.
         num_slots: Maximum number of running sequences; each has a page table on the device.
         simulate: Whether the column `forced` takes effect.
+        has_branches: Whether drafts may propose more than chains. Else a node that does not follow
+            the one before it is absent, and attention needs no masks.
     """
 
     max_batch: int
@@ -85,6 +87,7 @@ class StepSizes:
     max_tokens: int
     num_slots: int
     simulate: bool = False
+    has_branches: bool = True
 
 
 class DecodeStep:
@@ -123,7 +126,7 @@ class DecodeStep:
         self._max_path, self.page_size = max_path, kv.page_size
         self._model, self._kv, self._attention = model, kv, attention
         self._max_tokens = max_tokens
-        self._simulate = sizes.simulate
+        self._simulate, self._has_branches = sizes.simulate, sizes.has_branches
         self._group = group
         device = self._device = kv.data.device
 
@@ -162,7 +165,15 @@ class DecodeStep:
     def forward(self, kind: StepKind) -> Forward:
         """Computes the first half of a step, up to the logits."""
         inputs = self.inputs[: kind.batch]
-        begun = begin_step(inputs, self.max_rows, kind.rows, self.state, self.trees, self.tables)
+        begun = begin_step(
+            inputs,
+            self.max_rows,
+            kind.rows,
+            self.state,
+            self.trees,
+            self.tables,
+            self._has_branches,
+        )
         if self._group.size > 1:
             self._begin_as_rank_0(begun)
         batch, tables = self._batch(kind, inputs, begun)
@@ -206,7 +217,7 @@ class DecodeStep:
             prefix_len=begun.committed,
             write_index=begun.committed,
             positions=rows.positions,
-            tail_mask=rows.mask if kind.rows > 1 else None,
+            tail_mask=rows.mask if kind.rows > 1 and self._has_branches else None,
             is_causal=None,
             tail_positions=rows.positions.view(kind.batch, kind.rows).to(torch.int32),
             max_rows=kind.rows,

@@ -10,7 +10,7 @@ def begin(
     records_ptr, state_ptr, trees_ptr, tokens_ptr, parents_ptr, committed_ptr, tables_ptr,
     record_stride, rows, num_nodes, table_stride,
     SLOT: tl.constexpr, COMMITTED: tl.constexpr, TREE: tl.constexpr, ENTRY: tl.constexpr, NEW_PAGE: tl.constexpr,
-    FIRST_TOKEN: tl.constexpr, FIRST_PARENT: tl.constexpr, ROWS: tl.constexpr,
+    FIRST_TOKEN: tl.constexpr, FIRST_PARENT: tl.constexpr, ROWS: tl.constexpr, BRANCHED: tl.constexpr,
 ):  # fmt: skip
     """Reads root, tree and committed keys of one sequence, from its record or from the device's
     state.
@@ -40,6 +40,8 @@ def begin(
         tokens = tl.load(nodes, mask=known, other=0)
         parents = tl.load(nodes + num_nodes, mask=known, other=-2)
         parents = tl.where(parents >= -1, parents + 1, -2)
+    if not BRANCHED:
+        parents = tl.where(parents == offsets - 1, parents, -2)
     out = sequence * rows + offsets
     tl.store(tokens_ptr + out, tl.where(offsets == 0, root, tokens), mask=inside)
     tl.store(parents_ptr + out, tl.where(offsets == 0, -1, parents), mask=inside)

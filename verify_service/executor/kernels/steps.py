@@ -37,6 +37,7 @@ def begin_step(
     state: torch.Tensor,
     trees: torch.Tensor,
     tables: torch.Tensor,
+    has_branches: bool = True,
 ) -> Begun:
     """Reads the records, and sets the entries of page tables that they name.
 
@@ -47,6 +48,8 @@ def begin_step(
         trees: int32 [n, 2, N], tokens and parent nodes (-1 for the root's children) as a draft
             wrote them; read once. Invalid nodes there are absent.
         tables: int32 [slots, pages].
+        has_branches: Whether nodes may follow others than the one before them, which are absent
+            else.
     """
     from verify_service.executor.kernels import step_kernels
 
@@ -58,7 +61,8 @@ def begin_step(
         records, state, trees, tokens, parents, committed, tables,
         records.stride(0), num_rows, trees.shape[2], tables.stride(0),
         FIRST_TOKEN=STEP.size, FIRST_PARENT=STEP.size + max_rows, ROWS=power_of_two(num_rows),
-        **STEP.constants("slot", "committed", "tree", "entry", "new_page"), num_warps=1,
+        **STEP.constants("slot", "committed", "tree", "entry", "new_page"), BRANCHED=has_branches,
+        num_warps=1,
     )  # fmt: skip
     return Begun(tokens, parents, committed)
 

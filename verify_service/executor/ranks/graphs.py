@@ -55,8 +55,8 @@ class GraphSizes:
     @classmethod
     def of(cls, numbers: Sequence[int]) -> "GraphSizes":
         """Reads sizes from the integers that `numbers` gave."""
-        max_mixed_rows, batch, rows, path, tokens, slots, simulate = numbers
-        steps = StepSizes(batch, rows, path, tokens, slots, simulate=bool(simulate))
+        max_mixed_rows, batch, rows, path, tokens, slots, simulate, has_branches = numbers
+        steps = StepSizes(batch, rows, path, tokens, slots, bool(simulate), bool(has_branches))
         return cls(steps, max_mixed_rows)
 
 
