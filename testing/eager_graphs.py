@@ -200,6 +200,7 @@ def use_eager_graphs(
                 has_branches=config.tree_limits[1] > 1,
             ),
         )
+        decode = EagerGraphs(step)
         mixed = EagerMixedGraphs(
             runner.model,
             runner.kv,
@@ -207,8 +208,8 @@ def use_eager_graphs(
             tables=step.tables,
             max_tree=step.max_rows,
             max_rows=chunk_size(config, runner.model.device),
+            shortage=decode.shortage,
         )
-        decode = EagerGraphs(step)
         if captures_first:
             decode.warm_up(())
         return GraphExecutor(runner, sampler, decode, mixed)

@@ -169,7 +169,7 @@ def _step(
         graphs.start(batch, len(parents), ()).chosen()
 
     run()
-    return lambda: next(iter(graphs._steps.values()))[0].replay()
+    return lambda: [graph.replay() for graph, _ in filter(None, graphs._steps.values())]
 
 
 def _prompt(model: DecoderModel, level: str, num_tokens: int) -> Callable[[], object]:
@@ -184,7 +184,7 @@ def _prompt(model: DecoderModel, level: str, num_tokens: int) -> Callable[[], ob
     graphs = MixedGraphs(model, kv, attention, tables=tables, max_tree=1, max_rows=num_tokens)
     chunk = StepRows(0, 0, [17] * num_tokens, None, "last")
     graphs.forward([chunk], ())
-    return lambda: next(iter(graphs._graphs.values())).replay()
+    return lambda: [graph.replay() for graph in filter(None, graphs._graphs.values())]
 
 
 def _median(run: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import torch
 from foredraft.trees.draft_tree import EMPTY
 from foredraft.types import SamplingParams
 from verify_service.executor.base import Ahead, Step
+from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
@@ -32,7 +33,7 @@ class Noted(DecodeGraphs):
         self.two_phase, self._listener = MagicMock(), None
         self._step, self.trees = MagicMock(), torch.empty(0)
         self.accepted = self.accepted_index = torch.empty(0)
-        self.capture, self._steps, self._op_by_op = (), {}, set()
+        self.capture, self._steps = (), Captures(Shortage())
 
 
 @pytest.mark.parametrize("shares_keys", [False, True])

@@ -2,14 +2,12 @@
 Triton's interpreter.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import llguidance
 import pytest
-import torch
 
 from foredraft.attention.base import AttentionBackend
 from foredraft.attention.exact_triton import ExactAttention
@@ -167,44 +165,3 @@ def test_shared_keys_are_read_once(
     before = SHARED_KEY_STEPS._value.get()
     assert texts() == want
     assert SHARED_KEY_STEPS._value.get() - before > 2
-
-
-def test_no_memory_for_graphs_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The engine goes on, and runs steps without graphs where a request needs such ones."""
-    path = make_checkpoint(tmp_path, num_hidden_layers=1)
-    work = [
-        Job([5, 6, 7], SamplingParams(max_new_tokens=3 + i, seed=i, top_p=top_p))
-        for i, top_p in enumerate((0.7, 1.0))
-    ]
-
-    def texts(after: Callable[[], object] = lambda: None) -> list[list[int]]:
-        flags = {"page_size": 8, "max_total_tokens": 64, "max_running_requests": 3}
-        with running_engine(path, **flags) as harness:
-            after()
-            return [result.tokens for result in harness.run(work)]
-
-    want = texts()
-    from testing.eager_graphs import EagerCapturing, EagerGraphs, use_eager_graphs  # needs Triton
-
-    capture, capture_next = EagerCapturing.capture, EagerGraphs.capture_next
-    is_short, ended = threading.Event(), threading.Event()
-
-    def short(self: Any, run: Callable[[], Any]) -> Any:
-        if is_short.is_set():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return capture(self, run)
-
-    def ahead(self: Any) -> bool:
-        is_short.set()
-        made = capture_next(self)
-        if not made:
-            ended.set()
-        return made
-
-    monkeypatch.setattr(EagerCapturing, "capture", short)
-    monkeypatch.setattr(EagerGraphs, "capture_next", ahead)
-    use_eager_graphs(monkeypatch, captures_first=True)
-    assert texts(lambda: ended.wait(60)) == want
-    assert len([one for one in caplog.records if "no memory" in one.getMessage()]) == 1

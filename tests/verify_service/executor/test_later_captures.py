@@ -8,6 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from verify_service.executor.captured.captures import Captures, Shortage
+from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
@@ -20,22 +22,22 @@ class Recorded(DecodeGraphs):
         can_share: Whether steps can read shared keys once.
     """
 
-    _listener, _is_warm = None, False
+    _listener = None
 
     def __init__(self, can_share: bool = False) -> None:
         self.shapes = PaddedShapes(2, 4)
         self.buffers = self.two_phase = MagicMock()
         self._step = MagicMock()
         self._step.block_sizes = lambda batch, rows: BlockSizes(2, can_share * (batch // 2), 1)
-        self._steps, self.ran = {}, []  # type: ignore[assignment]
-        self._op_by_op = set()
+        self.shortage, self.ran = Shortage(), []  # type: ignore[assignment]
+        self._steps = Captures(self.shortage)
 
     def idle_step(
         self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
     ) -> None:
         self.ran.append((batch, rows, is_filtered) + (shares_keys,) * shares_keys)
         kind = self._kind(batch, rows, self.capture, is_filtered, shares_keys)
-        self._steps[kind] = None  # type: ignore[assignment]
+        self._steps.add(kind, MagicMock())
 
 
 def test_steps_with_filters_may_wait() -> None:
@@ -100,13 +102,13 @@ def test_without_memory_no_more_are_captured_ahead(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(len(kept)))
     made = Short(lambda: exhaust(kept))
     made.warm_up(())
-    steps = dict(made._steps)
+    made.shortage.is_tolerated = True
     made.ran.clear()
     with caplog.at_level(logging.WARNING):
         while made.capture_next():
             pass
     assert made.ran == [(1, 1, True)]
-    assert made._steps == steps  # no step takes a graph that has failed
+    assert made._steps[made._kind(1, 1, (), is_filtered=True)] is None  # no graph that has failed
     assert left == [0]  # the memory was free when it was given back
     [record] = caplog.records
     assert record.getMessage().startswith("no memory for more CUDA graphs; steps run without: ")
@@ -118,21 +120,27 @@ def test_other_errors_of_later_captures_end_the_engine() -> None:
 
     made = Short(fail)
     made.warm_up(())
+    made.shortage.is_tolerated = True
     with pytest.raises(RuntimeError, match="illegal memory"):
         made.capture_next()
 
 
 def test_without_memory_at_the_start_there_is_none() -> None:
     """What calls it names the flags that help."""
-    made = Recorded()
-    with pytest.raises(RuntimeError, match="capture failed"):
-        made._unless_short(made._kind(1, 1, ()), lambda: exhaust(weakref.WeakSet()))
-
-
-def test_ranks_do_not_part_ways() -> None:
-    """Where another rank has begun the step, this one cannot leave it out."""
     made = Short(lambda: exhaust(weakref.WeakSet()))
-    made._listener = MagicMock()
     made.warm_up(())
     with pytest.raises(RuntimeError, match="capture failed"):
         made.capture_next()
+
+
+@pytest.mark.parametrize("ranks", [None, MagicMock()])
+def test_ranks_do_not_part_ways(ranks: MagicMock | None) -> None:
+    """Where another rank has begun the step, this one cannot leave it out."""
+    made = Short(lambda: exhaust(weakref.WeakSet()))
+    made.warm_up(())
+    executor = GraphExecutor(MagicMock(), MagicMock(), made, MagicMock(), None, ranks)
+    if ranks is None:
+        assert executor.prepare()
+        return
+    with pytest.raises(RuntimeError, match="capture failed"):
+        executor.prepare()

@@ -60,6 +60,7 @@ class GraphExecutor(EagerExecutor):
     ) -> None:
         super().__init__(runner, sampler, ranks)
         self._graphs, self._mixed = graphs, mixed
+        graphs.shortage.is_tolerated = ranks is None  # from here on: the start's graphs are there
         self._filler = RecordFiller(graphs.buffers, simulated)
         self._vocab_size = runner.model.config.vocab_size
         self._tables = SlotTables(graphs.two_phase.tables, sampler.eos_token_ids, self._vocab_size)

@@ -6,15 +6,14 @@ Lengths, pages and trees are read from device memory, so a step needs one upload
 one download. A step may start before the host knows the outcome of the previous one.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from foredraft.models.decoder import ModelOutput
-from foredraft.runner.aside import ran_out
 from verify_service.executor.captured.buffers import RunningStep
+from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.capturing import Capturing, without_logits
 from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.shapes import PaddedShapes
@@ -22,7 +21,7 @@ from verify_service.executor.captured.step import DecodeStep, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase_graphs import TwoPhaseGraphs
 
-logger = logging.getLogger(__name__)
+_Graph = tuple[torch.cuda.CUDAGraph, ModelOutput]
 
 
 class DecodeGraphs:
@@ -42,6 +41,7 @@ class DecodeGraphs:
             that refer to them.
         accepted, accepted_index: Outcome of the newest step for a draft; see `steps.Ended`.
         pool: Memory of the graphs; shared with other graphs that never run at the same time.
+        shortage: Whether that memory has run out.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class DecodeGraphs:
             step, self.shapes, on_pages=None if listener is None else listener.pages
         )
         self._capturing = capturing or Capturing(step)
-        self.two_phase = TwoPhaseGraphs(step, self.shapes, self.buffers, self._capturing, listener)
+        self.shortage = Shortage()
+        self.two_phase = TwoPhaseGraphs(
+            step, self.shapes, self.buffers, self._capturing, self.shortage, listener
+        )
         self.capture: tuple[int, ...] = ()
         self.trees = step.trees
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self.pool = self._capturing.pool
-        self._steps: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
+        self._steps: Captures[StepKind, _Graph] = Captures(self.shortage)
+        self._forwards: Captures[StepKind, _Graph] = Captures(self.shortage)
         self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
-        # Steps without a graph, since there was no memory for it; they run operation by operation.
-        self._op_by_op: set[StepKind] = set()
-        self._is_warm = False  # whether the start's graphs are there
-        self._forwards: dict[StepKind, tuple[torch.cuda.CUDAGraph, ModelOutput]] = {}
 
     def prepare(
         self,
@@ -82,11 +82,12 @@ class DecodeGraphs:
         could end that wait.
         """
         kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
-        if not self._is_known(kind):
+        if kind not in self._steps:
             if self._listener is not None:
                 self._listener.prepare(kind, num_sequences, self.buffers)
             self.buffers.upload(num_sequences)
-            self._unless_short(kind, partial(self._capture, kind))
+            compute = partial(self._compute, kind)
+            self._steps.add(kind, partial(self._capturing.record, compute))
         return kind
 
     def start(
@@ -108,11 +109,7 @@ class DecodeGraphs:
         kind = self.prepare(num_sequences, num_rows, capture, is_filtered, shares_keys)
         if self._listener is not None:
             self._listener.step(kind, num_sequences, self.buffers)
-        if kind in self._op_by_op:
-            output = self._compute(kind)
-        else:
-            graph, output = self._steps[kind]
-            graph.replay()
+        output = _run(self._steps[kind], partial(self._compute, kind))
         return self.buffers.download(kind, num_sequences, output)
 
     def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
@@ -124,12 +121,13 @@ class DecodeGraphs:
         kind = self._kind(num_sequences, num_rows, capture)
         if self._listener is not None:
             self._listener.forward(kind, num_sequences, self.buffers)
+
+        def compute() -> ModelOutput:
+            return self._step.forward(kind).output
+
         if kind not in self._forwards:
-            graph, forward = self._capturing.record(lambda: self._step.forward(kind))
-            self._forwards[kind] = graph, forward.output
-        graph, output = self._forwards[kind]
-        graph.replay()
-        return output
+            self._forwards.add(kind, partial(self._capturing.record, compute))
+        return _run(self._forwards[kind], compute)
 
     def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:
         """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
@@ -162,7 +160,6 @@ class DecodeGraphs:
         self.buffers.upload(1)
         step = self.two_phase.start(1, 1, self.capture, False)
         self.two_phase.choose(step, 0).chosen()
-        self._is_warm = True
 
     def idle_step(
         self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
@@ -177,42 +174,14 @@ class DecodeGraphs:
 
         Call it while no step runs. Once memory has run out, no more are captured ahead.
         """
-        while self._later:
+        while self._later and not self.shortage.has_come:
             kind = self._later.pop()
-            if not self._is_known(kind):
+            if kind not in self._steps:
                 flags = kind.is_filtered, kind.shares_keys
-                self._unless_short(kind, partial(self.idle_step, kind.batch, kind.rows, *flags))
+                idle_step = partial(self.idle_step, kind.batch, kind.rows, *flags)
+                self._steps.unless_short(kind, idle_step)
                 return True
         return False
-
-    def _is_known(self, kind: StepKind) -> bool:
-        """Returns whether a step was captured, or could not be."""
-        return kind in self._steps or kind in self._op_by_op
-
-    def _capture(self, kind: StepKind) -> None:
-        self._steps[kind] = self._capturing.record(lambda: self._compute(kind))
-
-    def _unless_short(self, kind: StepKind, run: Callable[[], None]) -> None:
-        """Runs a function that captures a step. If memory runs out in it, steps of this kind run
-        operation by operation from now on, and none are captured ahead any more.
-
-        At the start the error is raised, since other flags would help.
-        """
-        try:
-            run()
-            return
-        except RuntimeError as error:
-            # Other ranks capture the step too, and would wait for this one.
-            if not self._is_warm or self._listener is not None or not ran_out(error):
-                raise
-            if not self._op_by_op:
-                reason = str(error).strip().split("\n")[0]
-                logger.warning("no memory for more CUDA graphs; steps run without: %s", reason)
-        # Here nothing refers any more to the error, and so to what the capture had allocated.
-        self._op_by_op.add(kind)
-        self._later.clear()
-        self._steps.pop(kind, None)
-        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Frees the graphs; what they captured of a library may keep it from ending."""
@@ -243,3 +212,12 @@ class DecodeGraphs:
         forward = self._step.forward(kind)
         self._step.choose(kind, forward)
         return without_logits(forward.output)
+
+
+def _run(captured: _Graph | None, compute: Callable[[], ModelOutput]) -> ModelOutput:
+    """Replays a graph and returns its output; computes it where there is no graph."""
+    if captured is None:
+        return compute()
+    graph, output = captured
+    graph.replay()
+    return output

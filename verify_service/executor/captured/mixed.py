@@ -22,6 +22,7 @@ from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.batch import StepRows, ancestor_mask
 from foredraft.trees.draft_tree import depths
+from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.listener import StepListener
 
 # Close enough together that padding costs little where the device, not the host, is what takes
@@ -58,6 +59,7 @@ class MixedGraphs:
         max_tree: Maximum number of rows of a tree, the root included.
         max_rows: Maximum number of rows in all; at most the largest of `ROW_SIZES` is used.
         pool: Memory that is shared with other graphs, which never run at the same time.
+        shortage: Whether that memory has run out.
         listener: Hears of every forward; None for nobody.
     """
 
@@ -71,6 +73,7 @@ class MixedGraphs:
         max_tree: int,
         max_rows: int,
         pool: Any = None,
+        shortage: Shortage | None = None,
         listener: StepListener | None = None,
     ) -> None:
         self._model, self._kv, self._attention = model, kv, attention
@@ -95,7 +98,7 @@ class MixedGraphs:
         )
         self._streams: dict[tuple[int, ...], torch.Tensor] = {}
         self._uploaded = torch.cuda.Event()
-        self._graphs: dict[MixedKind, torch.cuda.CUDAGraph] = {}
+        self._graphs: Captures[MixedKind, torch.cuda.CUDAGraph] = Captures(shortage or Shortage())
 
     def takes(self, rows: Sequence[StepRows]) -> bool:
         """Returns whether there is a graph for these rows, and a graph is the faster way."""
@@ -125,8 +128,13 @@ class MixedGraphs:
         kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
         wanted = self._upload(kind, rows)
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(kind)
-        self._graphs[kind].replay()
+            self._graphs.add(kind, partial(self._capture, kind))
+        graph = self._graphs[kind]
+        if graph is None:
+            self._make_room(kind)
+            self.compute(kind)
+        else:
+            graph.replay()
         hidden = self._hidden[:num_rows]
         with few_variants(cut_keys=True):  # rows of any number
             logits = self._model.lm_head(hidden[wanted])
@@ -161,7 +169,7 @@ class MixedGraphs:
             self._listener.mixed_warm_up(capture, has_branches)
         for kind in self._kinds(capture, has_branches):
             self._upload(kind, ())
-            self._graphs[kind] = self._capture(kind)
+            self._graphs.add(kind, partial(self._capture, kind))
 
     def _kinds(self, capture: Sequence[int], has_branches: bool) -> list[MixedKind]:
         return [

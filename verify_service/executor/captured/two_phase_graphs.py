@@ -5,15 +5,17 @@ Between the two the host sends what depends on the previous outcome, while the f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from foredraft.models.decoder import ModelOutput
 from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep
+from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.capturing import Capturing, without_logits
 from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.shapes import PaddedShapes
-from verify_service.executor.captured.step import DecodeStep, StepKind
+from verify_service.executor.captured.step import DecodeStep, Forward, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.records import STEP
 
@@ -54,6 +56,7 @@ class TwoPhaseGraphs:
         shapes: Shapes that steps are padded to.
         buffers: Buffers of all steps of this computation.
         capturing: Captures the graphs.
+        shortage: Whether memory has run out in a capture.
         listener: Hears of every step; None for nobody.
 
     Attributes:
@@ -66,13 +69,15 @@ class TwoPhaseGraphs:
         shapes: PaddedShapes,
         buffers: StepBuffers,
         capturing: Capturing,
+        shortage: Shortage,
         listener: StepListener | None = None,
     ) -> None:
         self._step, self._shapes, self._buffers = step, shapes, buffers
         self._capturing, self._listener = capturing, listener
         self.tables = step.two_phase
-        self._graphs: dict[StepKind, _Graphs] = {}
+        self._graphs: Captures[StepKind, _Graphs] = Captures(shortage)
         self._forwarded = [torch.cuda.Event() for _ in range(UNDER_WAY)]
+        self._computed: Forward | None = None  # the newest step's, where it has no graphs
 
     def send_trees(self) -> None:
         """Copies the present trees of a draft to the host, for that step's `tables.trees`.
@@ -95,7 +100,7 @@ class TwoPhaseGraphs:
             if self._listener is not None:
                 self._listener.prepare(kind, num_sequences, self._buffers)
             self._buffers.upload(num_sequences)
-            self._graphs[kind] = self._capture(kind)
+            self._graphs.add(kind, partial(self._capture, kind))
             self._buffers.upload(num_sequences)  # capturing has changed the records
         return kind
 
@@ -107,10 +112,15 @@ class TwoPhaseGraphs:
         if self._listener is not None:
             self._listener.two_phase_step(kind, num_sequences, self._buffers)
         graphs, turn = self._graphs[kind], self._buffers.turn
-        graphs.forward.replay()
+        if graphs is None:
+            self._computed = self._step.forward(kind)
+            output = without_logits(self._computed.output)
+        else:
+            graphs.forward.replay()
+            output = graphs.output
         forwarded = self._forwarded[turn]
         forwarded.record()
-        return TwoPhaseStep(kind, graphs.output, num_sequences, turn, forwarded)
+        return TwoPhaseStep(kind, output, num_sequences, turn, forwarded)
 
     def choose(self, step: TwoPhaseStep, num_masks: int) -> RunningStep:
         """Starts the rest of the newest step: adjusted logits, sampling, walk and commit.
@@ -118,10 +128,14 @@ class TwoPhaseGraphs:
         Args:
             num_masks: Number of rows of `tables.masks` that are filled in.
         """
-        graphs = self._graphs[step.kind]
+        graphs, computed = self._graphs[step.kind], self._computed
+        self._computed = None
         self.tables.upload_masks(step.turn, num_masks)
-        graphs.choice.replay()
-        return self._buffers.download(step.kind, step.num_sequences, graphs.output)
+        if graphs is not None:
+            graphs.choice.replay()
+        elif computed is not None:
+            self._step.choose(step.kind, computed)
+        return self._buffers.download(step.kind, step.num_sequences, step.output)
 
     def close(self) -> None:
         """Frees the graphs."""

@@ -143,6 +143,7 @@ def captured(
         max_tree=step.max_rows,
         max_rows=sizes.max_mixed_rows,
         pool=graphs.pool,
+        shortage=graphs.shortage,
         listener=listener,
     )
     return graphs, mixed
