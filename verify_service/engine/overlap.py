@@ -12,6 +12,7 @@ overwrites it.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from foredraft.trees.draft_tree import EMPTY
 from verify_service import metrics
@@ -109,7 +110,7 @@ class OverlapScheduler:
             return self._start_drafted(running, going, nodes, num_rows)
         if self._drafts.capture is not None:
             running.gathered = self._gather(running, len(running.sequences))
-        return self._start_ahead(going, Ahead(1, [None] * len(going)))
+        return self._start_ahead(running, going, Ahead(1, [None] * len(going)))
 
     def _may_go_on(self, running: StepInFlight, going: list[Sequence], is_drafted: bool) -> bool:
         """Returns whether the drafts allow a step behind the running one.
@@ -148,6 +149,7 @@ class OverlapScheduler:
         trees = [one.row if one.num_nodes else None for one in requests]
         wait = Wait(proposals.depth, len(going), None)
         return self._start_ahead(
+            running,
             going,
             Ahead(num_rows, trees, proposals.trees.fetch),
             proposals,
@@ -160,7 +162,8 @@ class OverlapScheduler:
             # Drafts get these rows before the prompts are computed.
             count = len(running.sequences) * running.started.num_rows
             running.gathered = self._gather(running, count)
-        pending = self._executor.submit(Step((), chunks, self._capture))
+        settle = partial(self._settle, running)
+        pending = self._executor.submit(Step((), chunks, self._capture, settle=settle))
         pending.choose()
         return pending.finish()
 
@@ -170,13 +173,15 @@ class OverlapScheduler:
 
     def _start_ahead(
         self,
+        running: StepInFlight,
         going: list[Sequence],
         ahead: Ahead,
         proposals: DeviceProposals | None = None,
         wait: Wait = NO_WAIT,
     ) -> StepInFlight:
         batch = [VerifyRows(sequence, EMPTY) for sequence in going]
-        started = self._executor.submit(Step(batch, capture=self._capture, ahead=ahead))
+        settle = partial(self._settle, running)
+        started = self._executor.submit(Step(batch, (), self._capture, ahead, settle))
         _count_in_flight(going, started)
         return StepInFlight(going, started, [0] * len(going), proposals, wait=wait)
 
@@ -190,11 +195,15 @@ class OverlapScheduler:
 
     def finish(self, running: StepInFlight) -> StepResult:
         """Waits for a step. See `PendingStep.finish`."""
-        self._await(running, lambda: running.started.is_done)
+        self._settle(running)
         finished = running.started.finish()
         for sequence in running.sequences:
             sequence.num_in_flight -= running.started.num_rows
         return finished
+
+    def _settle(self, running: StepInFlight) -> None:
+        """Waits for the end of a step that is running, see `Step`."""
+        self._await(running, lambda: running.started.is_done)
 
     def _await(self, running: StepInFlight, is_over: Callable[[], bool]) -> None:
         """Waits for a step that needs a draft's trees; abandons a draft that is late."""

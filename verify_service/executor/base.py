@@ -19,6 +19,10 @@ from verify_service.scheduler.request import Sequence as RequestSequence
 from verify_service.scheduler.step_plan import PrefillChunk
 
 
+def no_wait() -> None:
+    """Is the `settle` of a step that no other one runs before: there is nothing to wait for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Describes a step that starts from the sequences' state on the device.
@@ -48,12 +52,15 @@ class Step:
         capture: Layers whose input (the residual stream) is captured for a draft.
         ahead: Description of a step that starts before the previous one has ended; its trees in
             `batch` are empty.
+        settle: Waits for the previous step, and ends its wait for a draft that is late. Call it
+            before anything that waits for the device, since nobody could end that wait.
     """
 
     batch: Sequence[VerifyRows]
     chunks: Sequence[PrefillChunk] = ()
     capture: Sequence[int] = ()
     ahead: Ahead | None = None
+    settle: Callable[[], None] = no_wait
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class EagerExecutor(Executor):
         decoding = batch[: len(batch) - num_last]
         sequences = [one.sequence for one in decoding] + [chunk.seq for chunk in chunks]
         rows = [*map(_tree_rows, decoding), *map(self._chunk_rows, chunks)]
-        output = self._forward(sequences, rows, step.capture)
+        output = self._forward(sequences, rows, step)
         forwarded = time.perf_counter()
         num_logit_rows = len(output.logits)
         first_rows = [0, *itertools.accumulate(len(one.tokens) for one in rows)][:-1]
@@ -75,11 +75,11 @@ class EagerExecutor(Executor):
         self,
         sequences: Sequence[RequestSequence],
         rows: Sequence[StepRows],
-        capture: Sequence[int],
+        step: Step,
     ) -> ForwardOutput:
         """Computes all rows of a step in one forward."""
         pages = [sequence.pages for sequence in sequences]
-        return self._runner.forward(list(map(SequenceRows.of, rows, pages)), capture)
+        return self._runner.forward(list(map(SequenceRows.of, rows, pages)), step.capture)
 
     def _chunk_rows(self, chunk: PrefillChunk) -> StepRows:
         sequence, start = chunk.seq, chunk.start

@@ -119,9 +119,10 @@ class GraphExecutor(EagerExecutor):
         self._filler.fill_ahead(sequences, num_rows, ahead)
         captured = capture or graphs.capture
         if self._filler.members.is_two_phase:
-            graphs.two_phase.prepare(len(batch), num_rows, captured, _has_logprobs(sequences))
+            has_logprobs = _has_logprobs(sequences)
+            graphs.two_phase.prepare(len(batch), num_rows, captured, has_logprobs, step.settle)
         else:
-            graphs.prepare(len(batch), num_rows, captured, *self._flags)
+            graphs.prepare(len(batch), num_rows, captured, *self._flags, step.settle)
         graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
@@ -152,16 +153,17 @@ class GraphExecutor(EagerExecutor):
         self,
         sequences: Sequence[RequestSequence],
         rows: Sequence[StepRows],
-        capture: Sequence[int],
+        step: Step,
     ) -> ModelOutput:
         if not self._mixed.takes(rows):
-            return super()._forward(sequences, rows, capture)
+            step.settle()  # what is copied from pageable memory waits for the device
+            return super()._forward(sequences, rows, step)
         self._mixed.settle()
         self._graphs.buffers.records(
             0
         )  # a running step may still read the present block of page updates
-        self._filler.update_pages(sequences)
-        return self._mixed.forward(rows, capture or self._graphs.capture)
+        self._filler.update_pages(sequences, step.settle)
+        return self._mixed.forward(rows, step.capture or self._graphs.capture, step.settle)
 
     @property
     def _flags(self) -> tuple[bool, bool]:

@@ -1,6 +1,6 @@
 """Fills in the records of captured steps, and the page tables on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from foredraft.sampling.columns import SAMPLING
 from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
-from verify_service.executor.base import Ahead
+from verify_service.executor.base import Ahead, no_wait
 from verify_service.executor.captured.shared_keys import COLUMNS, Group, columns_of, find_groups
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
@@ -169,8 +169,14 @@ class RecordFiller:
         if others:
             self.update_pages(others)
 
-    def update_pages(self, sequences: Sequence[RequestSequence]) -> None:
-        """Copies changed entries of the sequences' page tables to the device."""
+    def update_pages(
+        self, sequences: Sequence[RequestSequence], settle: Callable[[], None] = no_wait
+    ) -> None:
+        """Copies changed entries of the sequences' page tables to the device.
+
+        Args:
+            settle: See `Step`.
+        """
         updates = []
         for sequence in sequences:
             first, size = sequence.device_pages_from, len(sequence.pages)
@@ -178,7 +184,7 @@ class RecordFiller:
                 assert sequence.slot is not None
                 updates.append((sequence.slot, first, sequence.pages[first:]))
                 sequence.device_pages_from = size
-        self._buffers.set_pages(updates)
+        self._buffers.set_pages(updates, settle)
 
 
 def _fill_trees(

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from foredraft.models.decoder import ModelOutput
+from verify_service.executor.base import no_wait
 from verify_service.executor.captured.buffers import RunningStep
 from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.capturing import Capturing, without_logits
@@ -75,13 +76,19 @@ class DecodeGraphs:
         capture: Sequence[int],
         is_filtered: bool = False,
         shares_keys: bool = False,
+        settle: Callable[[], None] = no_wait,
     ) -> StepKind:
         """Captures the graph of `start` from the records that are filled in, unless it exists.
 
         Call it before the stream waits for a draft: capturing waits for the stream, so nothing
         could end that wait.
+
+        Args:
+            settle: See `Step`; called where there is no graph.
         """
         kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
+        if self._steps.get(kind) is None:
+            settle()
         if kind not in self._steps:
             if self._listener is not None:
                 self._listener.prepare(kind, num_sequences, self.buffers)

@@ -22,6 +22,7 @@ from foredraft.models.decoder import DecoderModel, ModelOutput
 from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.batch import StepRows, ancestor_mask
 from foredraft.trees.draft_tree import depths
+from verify_service.executor.base import no_wait
 from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.listener import StepListener
 
@@ -114,8 +115,16 @@ class MixedGraphs:
             len(rows), max(counts), num_keys, self._group_size, self._kv
         )
 
-    def forward(self, rows: Sequence[StepRows], capture: Sequence[int]) -> ModelOutput:
+    def forward(
+        self,
+        rows: Sequence[StepRows],
+        capture: Sequence[int],
+        settle: Callable[[], None] = no_wait,
+    ) -> ModelOutput:
         """Computes rows that `takes` has accepted, and writes their keys and values.
+
+        Args:
+            settle: See `Step`; called where there is no graph.
 
         Returns:
             Logits of the rows that ask for them, in memory of their own; hidden states and streams
@@ -126,6 +135,8 @@ class MixedGraphs:
         num_rows = sum(len(one.tokens) for one in rows)
         size = next(size for size in self.sizes if size >= num_rows)
         kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
+        if self._graphs.get(kind) is None:
+            settle()
         wanted = self._upload(kind, rows)
         if kind not in self._graphs:
             self._graphs.add(kind, partial(self._capture, kind))

@@ -13,6 +13,7 @@ import torch
 
 from foredraft.models.decoder import ModelOutput
 from foredraft.trees.draft_tree import NO_PARENT
+from verify_service.executor.base import no_wait
 from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep, pinned
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
@@ -92,10 +93,15 @@ class StepBuffers:
         """
         self._done[(self.turn + 1) % UNDER_WAY].synchronize()
 
-    def set_pages(self, updates: Sequence[PageUpdate]) -> None:
+    def set_pages(
+        self, updates: Sequence[PageUpdate], settle: Callable[[], None] = no_wait
+    ) -> None:
         """Writes parts of page tables.
 
         Call it after `records`; it holds for that step and later ones.
+
+        Args:
+            settle: See `Step`; called if there are so many that the host waits for the device.
         """
         if not updates:
             return
@@ -110,6 +116,7 @@ class StepBuffers:
         )
         for start in range(0, len(slots), PAGE_UPDATES):
             if start:
+                settle()
                 torch.cuda.current_stream().synchronize()  # the pinned block is still being read
             end = min(start + PAGE_UPDATES, len(slots))
             # Whole, as the host would wait for a device to take single rows of it.

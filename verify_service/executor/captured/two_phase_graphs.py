@@ -3,13 +3,14 @@
 Between the two the host sends what depends on the previous outcome, while the forward runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from foredraft.models.decoder import ModelOutput
+from verify_service.executor.base import no_wait
 from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep
 from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.capturing import Capturing, without_logits
@@ -87,15 +88,18 @@ class TwoPhaseGraphs:
         self.tables.send_trees(self._buffers.turn, self._step.trees)
 
     def prepare(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
+        self,
+        num_sequences: int,
+        num_rows: int,
+        capture: Sequence[int],
+        with_logprobs: bool,
+        settle: Callable[[], None] = no_wait,
     ) -> StepKind:
-        """Captures the graphs of `start`, unless they exist.
-
-        Call it before the stream waits for a draft: capturing waits for the stream, so nothing
-        could end that wait.
-        """
+        """Captures the graphs of `start`, unless they exist. See `DecodeGraphs.prepare`."""
         batch = self._shapes.batch_size(num_sequences)
         kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
+        if self._graphs.get(kind) is None:
+            settle()
         if kind not in self._graphs:
             if self._listener is not None:
                 self._listener.prepare(kind, num_sequences, self._buffers)
