@@ -14,7 +14,7 @@ from foredraft.cpu.threads import num_cores, use_threads
 from foredraft.layers.linear import Linear
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
-from foredraft.models.provenance import checksum
+from foredraft.models.provenance import model_checksum
 from foredraft.models.registry import resolve_model_path
 from foredraft.parallel.group import SINGLE, Group
 from verify_service.attention_backend import check_attention_flags, choose_attention
@@ -99,7 +99,7 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
             "" if model.embedding.table is not None else f"{vocabulary}, ",
             str(model.dtype).removeprefix("torch."),
         )
-    own_sum = checksum(path)
+    own_sum = model_checksum(path)
     exactness = make_exact(model, config.exactness, own_sum, group.size, config.kv_cache_dtype)
     logger.info("exactness: %s, fingerprint %s", exactness.level, exactness.fingerprint)
     attention = choose_attention(config, model, kv_type(config, model.dtype), exactness.level)

@@ -8,13 +8,8 @@ import torch
 
 from foredraft.errors import CheckpointError
 from foredraft.layers.parameters import Target
-from foredraft.models.weights import (
-    SafetensorsFile,
-    TensorEntry,
-    checkpoint_files,
-    first_line,
-    weight_files,
-)
+from foredraft.models.weight_files import checkpoint_files, weight_files
+from foredraft.models.weights import SafetensorsFile, TensorEntry, first_line
 
 
 class CheckpointTensors:

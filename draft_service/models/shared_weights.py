@@ -26,7 +26,8 @@ from foredraft.models import hub
 from foredraft.models.config import ModelConfig
 from foredraft.models.loader import fill_randomly
 from foredraft.models.registry import BUNDLED
-from foredraft.models.weights import SafetensorsFile, checkpoint_files, first_line
+from foredraft.models.weight_files import checkpoint_files
+from foredraft.models.weights import SafetensorsFile, first_line
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -17,11 +17,11 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
 from foredraft.models.quantization_config import on_load
+from foredraft.models.weight_files import checkpoint_files
 from foredraft.models.weights import (
     SafetensorsFile,
     TensorEntry,
     check_finite,
-    checkpoint_files,
     open_checkpoint,
 )
 from foredraft.parallel.group import SINGLE, Group

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from foredraft.cli.stack import LocalStack
-from foredraft.models.provenance import checksum
+from foredraft.models.provenance import checksum, model_checksum
 from testing.stack import eventually, running_stack
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -88,7 +88,7 @@ def test_each_draft_is_a_service_with_a_name(stack: LocalStack, plain: list[str]
     assert names == ["gateway", "verify", "draft-eagle3", "draft-standalone", "draft-ngram"]
     info = ask(stack, "/get_server_info")
     assert info["speculative_algorithm"] == "EAGLE3,STANDALONE,NGRAM"
-    assert info["checksum"] == checksum(TARGET)
+    assert info["checksum"] == model_checksum(TARGET)
     told = [(draft["name"], draft["model"], draft["checksum"]) for draft in info["drafts"]]
     assert told == [
         ("EAGLE3", HEAD.name, checksum(HEAD)),

@@ -23,7 +23,7 @@ from foredraft.attention.choice import device_for
 from foredraft.config.ranks import Nodes
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
-from foredraft.models.provenance import checksum
+from foredraft.models.provenance import model_checksum
 from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import signal_name
 from verify_service.executor.ranks import messages
@@ -78,7 +78,7 @@ def settings_of(config: VerifyConfig) -> dict[str, str]:
     found = {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in _ALIKE}
     path = resolve_model_path(config.model_path, config.revision)
     return found | {
-        "a model of checksum": checksum(path),
+        "a model of checksum": model_checksum(path),
         "a device of type": device_for(config.device).type,
         "Foredraft": __version__,
         "torch": torch.__version__,
