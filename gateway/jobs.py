@@ -78,13 +78,13 @@ def fitted(sampling: SamplingParams, num_prompt_tokens: int, context_length: int
     """Limits the output length so that prompt and output fit the context length.
 
     Raises:
-        PromptTooLong: The prompt leaves no room for a token.
+        PromptTooLong: The prompt leaves no room for a token, where one is asked for.
         InvalidRequest: The prompt is empty.
     """
     if num_prompt_tokens == 0:
         raise InvalidRequest("prompt", "it has no tokens")
     room = context_length - num_prompt_tokens
-    if room < 1:
+    if room < min(sampling.max_new_tokens, 1):
         raise PromptTooLong(
             "prompt",
             f"it has {num_prompt_tokens} tokens; this model's maximum context length is"

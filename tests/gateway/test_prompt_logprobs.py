@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
 from foredraft.text.tokenizer import Tokenizer
+from testing.stack import CONTEXT_LENGTH
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again"
 Scores = Callable[[list[int]], torch.Tensor]
@@ -71,6 +72,27 @@ def test_echo_with_logprobs(
         assert max(top.values()) == pytest.approx(row.max().item(), abs=1e-4)
     for token, offset in list(zip(tokens, offsets, strict=True))[1 : len(prompt)]:
         assert TEXT[offset:].startswith(token)
+
+
+def test_a_prompt_that_fills_the_context(client: openai.OpenAI, scores: Scores) -> None:
+    """Evaluations send such prompts, and ask for no tokens."""
+    ids = [65 + 7 * i % 60 for i in range(CONTEXT_LENGTH)]
+
+    def ask(prompt: list[int], max_tokens: int, **fields: Any) -> Any:
+        asked: Any = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens}
+        return client.completions.create(**asked, **fields)
+
+    answer = ask(ids, 0, echo=True, logprobs=0)
+    found = answer.choices[0].logprobs.token_logprobs
+    assert found[1:] == pytest.approx(expected(scores(ids), ids), abs=1e-4)
+    assert answer.usage.prompt_tokens == CONTEXT_LENGTH
+    by_token = ask(ids, 0, extra_body={"prompt_logprobs": 0}).choices[0].model_extra
+    assert len(by_token["prompt_logprobs"]) == CONTEXT_LENGTH
+    assert ask(ids, 0).choices[0].finish_reason == "length"
+    for prompt, max_tokens in ((ids, 1), ([*ids, 65], 0)):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(prompt, max_tokens, echo=True, logprobs=0)
+        assert refused.value.code == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])

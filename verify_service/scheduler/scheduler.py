@@ -59,6 +59,7 @@ class Scheduler:
         # The newest token is never in KV, so a sequence may be one longer than the pool.
         capacity = self.pool.num_pages * self.pool.page_size + 1
         self.max_sequence_tokens = min(capacity, context_length or capacity)
+        self._longest_prompt = min(capacity - 1, context_length or capacity)
         self._queue = RunQueue(tables, max_running_requests)
 
     @property
@@ -97,7 +98,9 @@ class Scheduler:
         num_tokens = num_prompt + max_new_tokens
         if num_prompt < 1:
             raise InvalidRequest("prompt", "is empty")
-        if num_tokens > self.max_sequence_tokens:
+        # A single token is not computed, so it needs no place in the context.
+        is_scored = max_new_tokens == 1 and num_prompt <= self._longest_prompt
+        if num_tokens > self.max_sequence_tokens and not is_scored:
             raise PromptTooLong(
                 "prompt",
                 f"{num_prompt} tokens and max_new_tokens {max_new_tokens} make {num_tokens}; this"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from foredraft.errors import InvalidRequest
+from foredraft.errors import InvalidRequest, PromptTooLong
 from foredraft.types import SamplingParams
 from testing.checkpoints import VOCAB_SIZE, make_checkpoint
 from testing.engines import Harness, Job, Result, running_engine
@@ -136,6 +136,23 @@ def test_speculation_and_preemption_change_nothing(
         assert sum(result.finish.preemptions for result in together if result.finish) > 0
         for job, result, want in zip(asked, together, expected, strict=True):
             assert run_and_check(harness, [job], [want])[0].tokens == result.tokens
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "STANDALONE"])
+def test_a_prompt_may_fill_the_context(
+    algorithm: str, target: Path, expected: list[torch.Tensor]
+) -> None:
+    """One token is chosen behind it, which is never computed."""
+    number = next(i for i, one in enumerate(PROMPTS) if len(one) == 70)
+    draft = {"speculative_draft_model_path": str(target)} if algorithm == "STANDALONE" else {}
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=2, max_new_tokens=1)
+    flags = {"page_size": 10, "max_total_tokens": 70, "context_length": 70}
+    with running_engine(target, algorithm, chunked_prefill_size=16, **flags, **draft) as harness:
+        job = Job(PROMPTS[number], sampling)
+        for _ in range(2):
+            run_and_check(harness, [job], [expected[number]])
+        with pytest.raises(PromptTooLong):
+            harness.run([Job([*job.prompt, 5], sampling)])
 
 
 def test_what_is_not_in_the_prompt_is_refused(target: Path) -> None:

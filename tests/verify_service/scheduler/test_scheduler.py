@@ -164,6 +164,8 @@ def test_what_never_fits_is_refused():
         scheduler.add(make_sequence("a", 10, max_new_tokens=8))
     with pytest.raises(PromptTooLong):
         make_scheduler(context_length=16).add(make_sequence("a", 9, max_new_tokens=8))
+    with pytest.raises(PromptTooLong):
+        scheduler.add(make_sequence("c", 17, max_new_tokens=1))
     with pytest.raises(InvalidRequest, match="prompt"):
         scheduler.add(make_sequence("b", 0))
     with pytest.raises(InvalidRequest, match="in use"):
