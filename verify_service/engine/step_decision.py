@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from verify_service.controller.controller import Controller
 from verify_service.controller.messages import Candidate, DraftHistory, Offer, Plan
@@ -15,8 +15,7 @@ from verify_service.engine.trials import RunningTrials
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 
-@dataclass(frozen=True, slots=True)
-class StepDecision:
+class StepDecision(NamedTuple):
     """What a step drafts, and what becomes of the drafts before it.
 
     Attributes:
@@ -38,7 +37,7 @@ class StepDecision:
     assigned: Sequence[int] = ()
     suspended: Sequence[bool] = ()
     keeps_states: bool = True
-    trials: Mapping[int, Sequence[DraftRequest]] = field(default_factory=dict)
+    trials: Mapping[int, Sequence[DraftRequest]] = {}
     unread: Sequence[int] = ()
     is_resting: bool = False
     is_silent: bool = False
