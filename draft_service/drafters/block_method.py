@@ -110,14 +110,8 @@ class BlockMethod(DraftMethod):
 
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> BlockStep:
         """See DraftMethod."""
-        assert source is not None
-        runner, draft, are_fused = self._runner, self._draft_model, self._attach.fused
-
-        def features(rows: torch.Tensor) -> torch.Tensor:
-            hidden = source.rows[rows]
-            return hidden if are_fused else draft.fuse(hidden)
-
-        return BlockStep(draft, features, runner.kv, runner.attention, options)
+        runner, features = self._runner, self._states.at(source)
+        return BlockStep(self._draft_model, features, runner.kv, runner.attention, options)
 
 
 class _Scores:

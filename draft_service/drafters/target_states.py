@@ -59,9 +59,13 @@ class TargetStates:
         )
 
     def at(self, source: HiddenSource | None) -> Features:
-        """Returns what projects rows of the source of a step of fixed shape, by their indexes."""
+        """Returns what projects rows of the source of a step of fixed shape, by their indexes.
+
+        Unlike `fuse`, it runs in a graph, where any variant of a kernel may be taken.
+        """
         assert source is not None
-        return lambda indexes: self.fuse(source.rows[indexes])
+        rows, head, are_fused = source.rows, self._runner.head, self._are_fused
+        return lambda indexes: rows[indexes] if are_fused else head.fuse(rows[indexes])
 
     def fuse(self, rows: torch.Tensor) -> torch.Tensor:
         """Converts rows [n, width] to features [n, hidden_size]."""
