@@ -16,6 +16,11 @@ DEVICE_STEPS = counter(
     "Engine steps that stayed on the GPU: their tokens and seconds are in no other figure.",
     BY_ALGORITHM,
 )
+AHEAD_STEPS = counter(
+    "foredraft_drafter_ahead_steps_total",
+    "Steps on the GPU whose outcomes were prepared for, by whether it was one of them (hit, miss).",
+    ("outcome",),
+)
 REFUSED_STEPS = counter(
     "foredraft_drafter_refused_steps_total",
     "Steps that broke the protocol; each ended its session.",

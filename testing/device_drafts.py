@@ -44,6 +44,7 @@ class LocalExchange(DraftExchange):
         # Memory that no step wrote may hold anything.
         self.accepted = torch.full(specs["accepted"].shape, -7, dtype=torch.int32)
         self.trees = torch.full(specs["trees"].shape, -7, dtype=torch.int32)
+        self.drafted = torch.zeros(1, dtype=torch.int32)
         self.hidden, self.first_row = None, 0
         if width:
             count = RING + sizes.max_batch * sizes.num_tokens
@@ -60,6 +61,7 @@ class LocalExchange(DraftExchange):
 
     def publish(self, step: int) -> None:
         self.published.append(step)
+        self.drafted.fill_(step)
 
     def abandon(self) -> None:
         self.num_abandoned += 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,10 +31,12 @@ class DraftProcess:
 
     Attributes:
         module: Module to run; benchmarks wrap the service.
+        variables: Environment variables of the process that differ from this one's.
         flags: Flags of the next start.
     """
 
     module = "draft_service"
+    variables: Mapping[str, str] = {}
 
     def __init__(self, *flags: str) -> None:
         self._folder = tempfile.mkdtemp(prefix="draft-")
@@ -69,6 +72,7 @@ class DraftProcess:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(paths),
+            **self.variables,
         }
         command = [sys.executable, "-m", self.module, *arguments]
         return subprocess.Popen(command, cwd=ROOT, env=environment)

@@ -77,6 +77,7 @@ LONG = (
     "tests/verify_service/engine/test_dynamic_rope.py",
     "tests/draft_service/test_device_steps.py",
     "tests/draft_service/test_graph_drafting.py",
+    "tests/draft_service/test_draft_ahead.py",
     "tests/draft_service/test_standalone.py",
     "tests/verify_service/engine/test_engine.py",
     "tests/draft_service/test_own_weights.py",

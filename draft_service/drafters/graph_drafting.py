@@ -17,6 +17,7 @@ from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from draft_service.drafters.record_headers import RecordHeaders
 from draft_service.drafters.tree_answers import add_trees
+from draft_service.metrics import AHEAD_STEPS
 from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.records import record
 from foredraft.api.draft.v1 import draft_pb2
@@ -38,10 +39,12 @@ class GraphSettings:
     Attributes:
         limit: Largest batch of a graph; None for the verifier's largest batch.
         captures: Whether steps are captured as graphs; else the same operations run one by one.
+        drafts_ahead: See --speculative-draft-ahead.
     """
 
     limit: int | None
     captures: bool
+    drafts_ahead: bool = False
 
     def max_batch(self, attach: draft_pb2.AttachRequest) -> int:
         """Returns the largest batch of a graph for one verifier."""
@@ -74,11 +77,13 @@ class _Part:
         records: [n], one for each sequence, complete but for tokens and hidden-state rows.
         modes: See `DraftGraphs.draft`.
         is_wanted: Whether any of the sequences wants a tree.
+        looks_ahead: Whether the step prepares for its outcomes; only one that is a single part.
     """
 
     records: npt.NDArray[np.void]
     modes: tuple[bool, bool]
     is_wanted: bool
+    looks_ahead: bool
 
 
 class GraphDrafting:
@@ -105,6 +110,7 @@ class GraphDrafting:
         self._continued: Sequence[Continuation] = ()
         self._parts: list[_Part] = []
         self._headers = RecordHeaders(graphs.shape.max_slots)
+        self._counts = [0, 0]  # hits and misses that the metrics have
 
     @property
     def can_continue(self) -> bool:
@@ -214,7 +220,10 @@ class GraphDrafting:
         for i, part in enumerate(self._parts):
             count = len(part.records)
             wait(lambda: graphs.is_free, exchange)
-            _copy(part.records, graphs.records(count))
+            records = graphs.records(count)
+            _copy(part.records, records)
+            if part.looks_ahead:
+                records["step"] = step
             graphs.upload(count)
             if i == 0:
                 exchange.wait(step)
@@ -223,9 +232,23 @@ class GraphDrafting:
                 graphs.draft(count, *part.modes)
             graphs.finish()
         exchange.publish(step)
+        for part in self._parts:
+            if part.looks_ahead:
+                graphs.look_ahead(len(part.records), *part.modes)
+                graphs.finish()
+                self._count_outcomes()
+
+    def _count_outcomes(self) -> None:
+        """Adds to the metrics what the device has counted by now."""
+        counts, before = self.graphs.outcome_counts, self._counts
+        if counts != before:
+            for name, now, last in zip(("hit", "miss"), counts, before, strict=True):
+                AHEAD_STEPS.labels(name).inc(now - last)
+            self._counts = counts
 
     def _divide(self, continuations: Sequence[Continuation]) -> list[_Part]:
         parts = []
+        is_single = len(continuations) <= self.graphs.max_batch
         for first in range(0, len(continuations), self.graphs.max_batch):
             members = continuations[first : first + self.graphs.max_batch]
             records = np.zeros(len(members), record(self.graphs.shape.num_rows))
@@ -234,7 +257,8 @@ class GraphDrafting:
             records["num_rows"] = -1
             records["row"] = [one.row for one in members]
             is_wanted = any(one.is_wanted for one in members)
-            parts.append(_Part(records, self._headers.modes(slots), is_wanted))
+            looks_ahead = is_single and is_wanted and self.graphs.looks_ahead(len(members))
+            parts.append(_Part(records, self._headers.modes(slots), is_wanted, looks_ahead))
         return parts
 
     def settle(self) -> None:

@@ -57,7 +57,11 @@ def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings |
     """
     if device.type == "cpu":
         return None
-    return GraphSettings(config.cuda_graph_max_bs, captures=not config.disable_cuda_graph)
+    return GraphSettings(
+        config.cuda_graph_max_bs,
+        captures=not config.disable_cuda_graph,
+        drafts_ahead=config.speculative_draft_ahead,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from draft_service.drafters.paged import (
 from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
+from draft_service.steps.ahead_step import AheadStep, num_levels
 from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.level_step import LevelStep
 from foredraft import __version__
@@ -29,7 +30,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.attention.base import Batch
 from foredraft.config.services import DraftConfig
-from foredraft.errors import AttachRefused
+from foredraft.errors import AttachRefused, ConfigError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
 from foredraft.models.config import ModelConfig
@@ -80,6 +81,8 @@ class StandaloneDrafter(PagedDrafter):
             ConfigError: A flag asks for something that this machine does not have.
         """
         device = device_of(config)
+        if config.speculative_draft_ahead and device.type == "cpu":
+            raise ConfigError("--speculative-draft-ahead needs a GPU")
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         if device.type == "cpu":
             dtype = dtype or torch.float32
@@ -126,7 +129,20 @@ class StandaloneDrafter(PagedDrafter):
         self, kv: PagedKV, attach: draft_pb2.AttachRequest, scratch: Scratch
     ) -> DraftMethod:
         runner = ModelRunner(self._model, kv, self.attention, cut_keys=False)
-        return ModelMethod(runner, self._token_map, attach, scratch)
+        return ModelMethod(runner, self._token_map, attach, scratch, self._drafts_ahead)
+
+    @property
+    def _drafts_ahead(self) -> bool:
+        return self.graphs is not None and self.graphs.drafts_ahead
+
+    def _scratch_rows(self, limits: Limits) -> int:
+        return num_levels(limits[0]) if self._drafts_ahead else super()._scratch_rows(limits)
+
+    def _check_limits(self, limits: Limits) -> None:
+        super()._check_limits(limits)
+        steps, topk, nodes = limits
+        if self._drafts_ahead and (topk, nodes) != (1, steps):
+            raise AttachRefused("limits", "with --speculative-draft-ahead trees must be chains")
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config
@@ -159,6 +175,7 @@ class ModelMethod(DraftMethod):
         token_map: See StandaloneDrafter.
         attach: The verifier's sizes.
         scratch: Pages for the KV of drafted tokens.
+        drafts_ahead: See --speculative-draft-ahead.
     """
 
     def __init__(
@@ -167,11 +184,13 @@ class ModelMethod(DraftMethod):
         token_map: torch.Tensor | None,
         attach: draft_pb2.AttachRequest,
         scratch: Scratch,
+        drafts_ahead: bool = False,
     ) -> None:
         model = runner.model
         columns = model.config.vocab_size if token_map is None else len(token_map)
         self.sizes = MethodSizes(model.config, model.dtype, model.device, columns)
         self._attach, self._levels = attach, _Levels(runner, token_map)
+        self._drafts_ahead = drafts_ahead
         self._most_rows, ordering = most_rows(model.device), ordering_of(attach)
         self._drafter = BeamDrafter(self._levels, scratch, attach.page_size, ordering)
 
@@ -192,6 +211,8 @@ class ModelMethod(DraftMethod):
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> LevelStep:
         """See DraftMethod."""
         levels = self._levels
+        if self._drafts_ahead:
+            return AheadStep(levels.forward, levels.kv, options, levels.token_map)
         return LevelStep(levels.forward, None, levels.kv, options, levels.token_map)
 
 

@@ -50,4 +50,4 @@ def handed_on(exchange: DraftExchange | None, shape: DraftShape) -> HandedOn | N
         raise AttachRefused(
             "arena.tensors", f"tokens {accepted} and trees {trees}, not for {shape}"
         )
-    return HandedOn(exchange.accepted, exchange.trees, exchange.first_row)
+    return HandedOn(exchange.accepted, exchange.trees, exchange.first_row, exchange.drafted)

@@ -14,6 +14,7 @@ import torch
 from draft_service.steps.batches import DraftBatches
 from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.operations import Beams, StepOperations
+from draft_service.steps.outcomes import Outcomes
 from draft_service.steps.plan import DraftPlan, PlanInputs
 from draft_service.steps.records import DraftShape
 from draft_service.steps.uploads import Uploads
@@ -75,9 +76,11 @@ class DraftStep(ABC):
         results: int32 [max_batch, 2, N], tokens and parents of the newest trees, see
             `StaticBeams.nodes`.
         has_blocks: Whether the levels of a plan are rows of one block.
+        outcomes: What `look_ahead` prepares for; None for steps without it.
     """
 
     has_blocks = False
+    outcomes: Outcomes | None = None
 
     def __init__(
         self,
@@ -134,10 +137,22 @@ class DraftStep(ABC):
         batches = self.batches_of(batch)
         beams = self.operations.beams(batch, batches.sampling(*mode))
         self.grow(batch, batches, beams)
-        results = self.results[:batch]
-        beams.write(results)
-        records = self.uploads.on_device(batch)
-        self.operations.hand_on_trees(records, results, self.inputs.handed_on.trees)
+        beams.write(self.results[:batch])
+        self.hand_on(batch)
+
+    def hand_on(self, batch: int) -> None:
+        """Copies the newest trees to where a verifier on the same device reads them."""
+        records, trees = self.uploads.on_device(batch), self.inputs.handed_on.trees
+        self.operations.hand_on_trees(records, self.results[:batch], trees)
+
+    def look_ahead(self, batch: int, mode: SamplingMode) -> None:
+        """Prepares for the outcomes of a step that verifies the newest trees.
+
+        Args:
+            batch: Number of sequences, padding included; at most `outcomes.max_batch`.
+            mode: See `draft`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def grow(self, batch: int, batches: DraftBatches, beams: Beams) -> None:

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class DraftGraphs:
     """Pads, uploads, runs and downloads the steps of one attach.
 
-    The order of calls is: `records`, once `is_free`; `upload`; `extend` or `take_roots`; `draft`
-    and `download` as needed; `finish`. Trees may be read once `is_done`.
+    The order of calls is: `records`, once `is_free`; `upload`; `extend` or `take_roots`; `draft`,
+    `download` and `look_ahead` as needed; `finish`. Trees may be read once `is_done`.
 
     Args:
         step: The step, on its device.
@@ -40,9 +40,9 @@ class DraftGraphs:
         self.step, self.shape, self.max_batch = step, step.shape, step.max_batch
         self.batch_sizes = batch_sizes(step.max_batch)
         self._graphs = GraphCache(step.device)
-        self._host_results = torch.zeros(
-            step.results.shape, dtype=torch.int32, pin_memory=step.device.type == "cuda"
-        )
+        on_gpu = step.device.type == "cuda"
+        self._host_results = torch.zeros(step.results.shape, dtype=torch.int32, pin_memory=on_gpu)
+        self._host_counts = torch.zeros(2, dtype=torch.int32, pin_memory=on_gpu)
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
@@ -81,12 +81,30 @@ class DraftGraphs:
         batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
         self._graphs.run(("draft", batch, mode), partial(self.step.draft, batch, mode))
 
+    def looks_ahead(self, num_sequences: int) -> bool:
+        """Returns whether a step of so many sequences prepares for its outcomes."""
+        outcomes = self.step.outcomes
+        return outcomes is not None and self._batch_size(num_sequences) <= outcomes.max_batch
+
+    def look_ahead(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
+        """Prepares for the outcomes of the newest trees; see `SamplingMode` for the arguments."""
+        batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
+        self._graphs.run(("ahead", batch, mode), partial(self.step.look_ahead, batch, mode))
+        assert self.step.outcomes is not None
+        self._host_counts.copy_(self.step.outcomes.counts, non_blocking=True)
+
+    @property
+    def outcome_counts(self) -> list[int]:
+        """See `Outcomes.counts`; a step that is not complete may be missing."""
+        return self._host_counts.tolist()
+
     def is_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> bool:
         """Returns whether such a draft runs without waiting for the device; the first one
         waits, since it is captured.
         """
-        mode = self.step.mode(any_sampled, any_ranked)
-        return self._graphs.is_ready(("draft", self._batch_size(num_sequences), mode))
+        batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
+        parts = ("draft", "ahead") if self.looks_ahead(batch) else ("draft",)
+        return all(self._graphs.is_ready((part, batch, mode)) for part in parts)
 
     def make_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
         """Captures the graph of such a draft, once `is_free`."""
@@ -130,6 +148,12 @@ class DraftGraphs:
         sizes = self.batch_sizes[::-1]
         extending = [partial(step.extend, batch) for batch in sizes]
         drafting = [partial(step.draft, batch, mode) for batch in sizes for mode in modes]
+        drafting += [
+            partial(step.look_ahead, batch, mode)
+            for batch in sizes
+            for mode in modes
+            if self.looks_ahead(batch)
+        ]
         num_compiled = compile_ahead([*extending, *drafting], device)
         step.drop_batches()  # nothing has filled in what these trials made
         for batch in sizes:
@@ -157,6 +181,8 @@ class DraftGraphs:
         self.extend(batch)
         for mode in modes:
             self.draft(batch, *mode)
+            if self.looks_ahead(batch):
+                self.look_ahead(batch, *mode)
         self.finish()
 
 

@@ -19,18 +19,20 @@ class HandedOn:
         trees: int32 [n + 1, 2, N], tokens, then parents.
         first_hidden_row: Index of the hidden state of row 0's first token; row r's first one lies
             r * R further.
+        drafted: int32 [1], number of the newest step whose trees are there.
     """
 
     accepted: torch.Tensor
     trees: torch.Tensor
     first_hidden_row: int
+    drafted: torch.Tensor
 
     @classmethod
     def nowhere(cls, shape: DraftShape, device: torch.device) -> "HandedOn":
         """Creates the object for steps that all come from the host."""
         accepted = torch.zeros(1, 1 + shape.num_rows, dtype=torch.int32, device=device)
         trees = torch.zeros(1, 2, shape.num_nodes, dtype=torch.int32, device=device)
-        return cls(accepted, trees, 0)
+        return cls(accepted, trees, 0, torch.zeros(1, dtype=torch.int32, device=device))
 
     @property
     def spare_row(self) -> int:

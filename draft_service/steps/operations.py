@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from draft_service.steps import hand_on, plan, uploads
+from draft_service.steps import hand_on, outcomes, plan, uploads
 from draft_service.steps.records import DraftShape
 from draft_service.steps.static_beams import StaticBeams
 from foredraft.sampling.rows import SamplingRows
@@ -36,8 +36,8 @@ class StepOperations:
         device: Device of the steps.
 
     Attributes:
-        apply_updates, fill, begin_block, hand_on_trees: See the functions of these names in
-            `uploads`, `plan` and `hand_on`.
+        apply_updates, fill, begin_block, hand_on_trees, select: See the functions of these names
+            in `uploads`, `plan`, `hand_on` and `outcomes`.
     """
 
     def __init__(self, shape: DraftShape, ordering: Ordering, device: torch.device) -> None:
@@ -51,13 +51,15 @@ class StepOperations:
         self.fill = plan.fill
         self.begin_block = plan.begin_block
         self.hand_on_trees = hand_on.hand_on_trees
+        self.select = outcomes.select
         if self._has_kernels:
-            from draft_service.steps import kernels
+            from draft_service.steps import kernels, outcome_kernels
 
             self.apply_updates = kernels.apply_updates
             self.fill = kernels.fill
             self.begin_block = kernels.begin_block
             self.hand_on_trees = kernels.hand_on_trees
+            self.select = outcome_kernels.select
 
     def beams(self, batch: int, sampling: SamplingRows) -> Beams:
         """Returns the beams of one drafting round, which begin at the roots.

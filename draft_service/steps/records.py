@@ -19,6 +19,7 @@ STEP = Layout(
     ("valid_from", np.int32),  # first key that the draft has
     ("sampling", SAMPLING),
     ("row", np.int32),  # row of the tokens that the verifier hands on
+    ("step", np.int32),  # number of a step that may find its trees prepared; 0 for others
 )
 
 

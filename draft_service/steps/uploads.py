@@ -94,7 +94,7 @@ class Uploads:
         rows = self._blocks[self._now].records[:batch]
         rows[num_sequences:] = self._padding
         rows = rows[:num_sequences]
-        rows["row"] = self._spare_row
+        rows["row"], rows["step"] = self._spare_row, 0
         return rows
 
     def send(self, batch: int) -> None:

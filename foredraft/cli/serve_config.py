@@ -99,6 +99,8 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     if not on_cpu:
         config.check_gpus(len(_visible_cards(os.environ)) or None)
         draft_card(config, os.environ)
+    if config.speculative_draft_ahead and on_cpu:
+        raise ConfigError("--speculative-draft-ahead needs a GPU")
     choose_ports(wanted_ports(config))
     _check_files(config)
     paths = [("model_path", config.model_path)]

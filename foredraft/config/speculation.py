@@ -94,6 +94,7 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
             "speculative_draft_model_quantization": "unquant",
             "enable_multi_layer_eagle": False,
             "speculative_ngram_override": False,
+            "speculative_draft_ahead": False,
         }
     fields: dict[str, Any] = {field: value_of(getattr(config, field), name) for field in BY_NAME}
     # A value without names goes only to algorithms that use it; without any of these, a later check
@@ -104,6 +105,8 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
         fields["speculative_token_map"] = ""
     if not traits.may_have_modules and any(one.may_have_modules for one in all_traits):
         fields["enable_multi_layer_eagle"] = False
+    if traits.reads_hidden and "STANDALONE" in config.algorithms:
+        fields["speculative_draft_ahead"] = False
     return fields
 
 

@@ -44,6 +44,7 @@ def check_speculation(config: SpeculationFlags) -> None:
     if config.speculative_algorithm == "NGRAM" or config.speculative_ngram_override:
         _check_ngram(config)
     _check_override(config)
+    _check_ahead(config)
 
 
 def _check_model(config: SpeculationFlags) -> None:
@@ -163,6 +164,24 @@ def _check_override(config: SpeculationFlags) -> None:
         raise ConfigError(
             "--speculative-ngram-override-min-match must be in [1, the longest match of"
             f" {longest}], not {config.speculative_ngram_override_min_match}"
+        )
+
+
+def _check_ahead(config: SpeculationFlags) -> None:
+    """Checks that a draft can follow outcomes that are not verified yet."""
+    if not config.speculative_draft_ahead:
+        return
+    flag, algorithm = "--speculative-draft-ahead", config.speculative_algorithm
+    if not config.traits.has_model or config.traits.reads_hidden:
+        raise ConfigError(
+            f"{flag} is for STANDALONE, which reads tokens alone, not --speculative-algorithm"
+            f" {algorithm}"
+        )
+    if (config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(f"{flag} drafts chains: --speculative-eagle-topk must be 1")
+    if config.speculative_ngram_override:
+        raise ConfigError(
+            f"{flag} does not go with --speculative-ngram-override, whose steps go through the host"
         )
 
 

@@ -56,6 +56,13 @@ class SpeculationFlags:
         False,
         "MTP: one module of the head for each depth, instead of its first for all; drafts chains.",
     )
+    speculative_draft_ahead: bool = option(
+        False,
+        "STANDALONE chains on a GPU, best with --draft-device: while the target verifies one or two"
+        " sequences, their draft prepares the chains that follow the likeliest outcomes, and the"
+        " target does not wait where one was right. Off until a measurement shows that it is"
+        " faster.",
+    )
     speculative_draft_model_quantization: str = option(
         "unquant",
         "Weights of the draft in memory, quantized while loading, scales per output: int8 (on the"

@@ -229,6 +229,11 @@ class CudaIpcMapping:
             raise ArenaError("tensors", f"there is none named {name!r}")
         return layout.view(self._mapped, tensor)
 
+    @property
+    def drafted(self) -> torch.Tensor:
+        """The word that the draft writes, int32 [1]."""
+        return self._mapped[_DRAFTED_AT : _DRAFTED_AT + 4].view(torch.int32)
+
     def rows(self, offset: int, count: int, row: RowFormat) -> torch.Tensor:
         """Returns rows [count, width] from an offset in the block on.
 
@@ -339,6 +344,7 @@ class CudaIpcExchange(DraftExchange):
     ) -> None:
         self._mapping = mapping
         self.accepted, self.trees = mapping.view(arena, ACCEPTED), mapping.view(arena, TREES)
+        self.drafted = mapping.drafted
         self.hidden, self.first_row = None, 0
         if row is None:
             return

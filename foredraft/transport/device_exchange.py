@@ -116,12 +116,14 @@ class DraftExchange(ABC):
     Attributes:
         accepted: int32 [max_batch + 1, 1 + R]; the last row belongs to no sequence.
         trees: int32 [max_batch + 1, 2, N]; the last row belongs to no sequence.
+        drafted: int32 [1], number of the newest step whose trees are written.
         hidden: [n, width], the ring and the rows behind it; None for a draft that reads none.
         first_row: Index of the first row behind the ring in `hidden`.
     """
 
     accepted: torch.Tensor
     trees: torch.Tensor
+    drafted: torch.Tensor
     hidden: torch.Tensor | None
     first_row: int
 

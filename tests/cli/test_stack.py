@@ -127,6 +127,16 @@ def test_a_draft_s_card_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyP
             serve_config.check(FREE | {"device": "cuda", "draft_device": 2})
 
 
+def test_drafting_ahead_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "org/draft"}
+    wanted = draft | {"speculative_draft_ahead": True}
+    with pytest.raises(ConfigError, match="--speculative-draft-ahead needs a GPU"):
+        serve_config.check(FREE | {"device": "cpu"} | wanted)
+    for card in ({}, {"draft_device": 1}):
+        serve_config.check(FREE | {"device": "cuda"} | card | wanted)
+
+
 def test_each_of_several_drafts_is_a_service() -> None:
     supervisor = stack.make_supervisor(
         FREE

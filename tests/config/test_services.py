@@ -147,6 +147,38 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         ["--enable-multi-layer-eagle", "--speculative-eagle-topk"],
     ),
     (
+        {"speculative_draft_ahead": True},
+        ["--speculative-draft-ahead", "--speculative-algorithm NGRAM"],
+    ),
+    (
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": "m",
+            "speculative_draft_ahead": True,
+        },
+        ["--speculative-draft-ahead", "--speculative-algorithm EAGLE3"],
+    ),
+    (
+        {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": "m",
+            "speculative_num_steps": 2,
+            "speculative_eagle_topk": 2,
+            "speculative_num_draft_tokens": 4,
+            "speculative_draft_ahead": True,
+        },
+        ["--speculative-draft-ahead", "--speculative-eagle-topk"],
+    ),
+    (
+        {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": "m",
+            "speculative_ngram_override": True,
+            "speculative_draft_ahead": True,
+        },
+        ["--speculative-draft-ahead", "--speculative-ngram-override"],
+    ),
+    (
         {"speculative_draft_model_quantization": "fp8"},
         ["--speculative-draft-model-quantization", "--speculative-algorithm NGRAM"],
     ),
@@ -255,7 +287,14 @@ def test_each_of_several_models_has_a_name() -> None:
         speculative_draft_model_revision="STANDALONE=main",
         speculative_token_map="map",
         enable_multi_layer_eagle=True,
+        speculative_draft_ahead=True,
     )
+    assert [one.speculative_draft_ahead for one in each_draft(config)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     found = {
         one.speculative_algorithm: (
             one.speculative_draft_model_path,

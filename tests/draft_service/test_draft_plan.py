@@ -88,10 +88,11 @@ def test_a_plan(code: Any, num_rows: int, num_steps: int, topk: int) -> None:
         record[STEP["temperature"] : STEP["temperature"] + len(packed)] = packed
         samplings.append(sampling)
     records[2][STEP["start"]], records[1][STEP["num_rows"]] = MAX_KEYS - 1, 0
+    nothing = torch.zeros(0)  # a plan needs no trees
     inputs = PlanInputs(
         words(tables, code.device),
         words(all_keys, code.device),
-        HandedOn(words(accepted, code.device), torch.zeros(0), FIRST_HIDDEN),
+        HandedOn(words(accepted, code.device), nothing, FIRST_HIDDEN, nothing),
         DUMP,
     )
     plan = DraftPlan.empty(shape, kv, BATCH)

@@ -67,6 +67,7 @@ SERVICES = (
     ("MTP", "--cuda-graph-max-bs", "2"),
     ("STANDALONE",),
     ("STANDALONE", "--disable-cuda-graph"),
+    ("STANDALONE", "--speculative-draft-ahead"),
 )
 
 
@@ -152,7 +153,13 @@ def driver(stream: DraftStream, region: Region, width: int, shape: tuple[int, in
 
 @pytest.mark.parametrize(
     ("service", "shape"),
-    list(zip(SERVICES, [(3, 1, 4), (3, 4, 12), (4, 2, 9), (3, 1, 4), (3, 3, 9)], strict=True)),
+    list(
+        zip(
+            SERVICES,
+            [(3, 1, 4), (3, 4, 12), (4, 2, 9), (3, 1, 4), (3, 3, 9), (3, 1, 4)],
+            strict=True,
+        )
+    ),
     ids=lambda value: "-".join(map(str, value)),
 )
 def test_the_trees_of_steps_by_value(
@@ -160,7 +167,9 @@ def test_the_trees_of_steps_by_value(
     shape: tuple[int, int, int],
     drafts: dict[tuple[str, ...], DraftProcess],
 ) -> None:
-    turns = schedule(7, 30, shape[0], VOCAB, 100)
+    # Drafts prepare for the outcomes of small batches alone.
+    most = 3 if "--speculative-draft-ahead" in service else 6
+    turns = schedule(7, 30, shape[0], VOCAB, 100, most)
     assert sum(turn.on_device for turn in turns) > 10
     found = []
     for by_device in (False, True):
@@ -212,11 +221,11 @@ def test_a_draft_that_stands_still(drafts: dict[tuple[str, ...], DraftProcess]) 
         draft.resume()
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("service", [SERVICES[0], SERVICES[3], SERVICES[5]], ids="-".join)
 def test_a_verifier_that_leaves_in_the_middle(
-    algorithm: str, drafts: dict[tuple[str, ...], DraftProcess]
+    service: tuple[str, ...], drafts: dict[tuple[str, ...], DraftProcess]
 ) -> None:
-    draft = drafts[(algorithm,)]
+    draft = drafts[service]
     with under_way(draft) as (stream, region, _, _):
         send_only(stream, 2)
         send_only(stream, 3)
