@@ -130,9 +130,12 @@ class Workers:
     """Holds the worker processes of this host.
 
     Attributes:
+        module: Module to run; benchmarks wrap it.
         ranks: Number of each worker's rank, in the order of `processes`.
         processes: Process of each worker.
     """
+
+    module = "verify_service.rank"
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -159,7 +162,7 @@ class Workers:
         """
         file, bells = (-1, []) if board is None else (board.file, board.bells)
         process = subprocess.Popen(
-            [sys.executable, "-m", "verify_service.rank"],
+            [sys.executable, "-m", self.module],
             stdin=subprocess.PIPE,
             pass_fds=[self._joined, *bells, *([] if board is None else [file])],
         )
