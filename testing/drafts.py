@@ -25,6 +25,12 @@ ROOT = Path(__file__).parents[1]
 STREAM_SECONDS = 150  # maximum duration of a stream, even on a busy machine
 
 
+def card_variables(number: int) -> dict[str, str]:
+    """Returns the environment variable that shows a process one of the GPUs that this one sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
+
+
 class DraftProcess:
     """Runs `python -m draft_service` on a Unix socket of its own; may be killed and started
     again.

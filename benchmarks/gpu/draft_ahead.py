@@ -20,13 +20,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu import successors
 from benchmarks.gpu.runs import time_decoding
 from benchmarks.gpu.shapes import LLAMA_8B, TARGETS, engine_flags, write_checkpoints
 from foredraft.cli import mps
-from testing.drafts import DraftProcess
+from testing.drafts import DraftProcess, card_variables
 from testing.engines import running_engine
 from testing.stack import free_port
 from verify_service.executor.ranks.workers import Workers
@@ -82,11 +80,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
-        cards = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
         number = args.tp if args.draft_device is None else args.draft_device
-        DraftProcess.variables = {"CUDA_VISIBLE_DEVICES": cards.split(",")[number]}
+        DraftProcess.variables = card_variables(number)
         DraftProcess.module = Workers.module = "benchmarks.gpu.successors"
         successors.install(is_draft=False)
         target, _ = write_checkpoints(Path(folder), args.layers, args.shape)

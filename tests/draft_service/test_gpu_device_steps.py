@@ -140,7 +140,7 @@ def attached(
 def driver(stream: DraftStream, region: Region, width: int, shape: tuple[int, int, int]) -> Driver:
     def step(request: draft_pb2.StepRequest) -> draft_pb2.StepResponse:
         message = draft_pb2.SpeculateRequest(step=request)
-        if request.sequences[0].HasField("device_row"):
+        if request.sequences and request.sequences[0].HasField("device_row"):
             stream.send(message)  # the trees are its answer
             return draft_pb2.StepResponse()
         response = stream.exchange(message).step

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foredraft.models.registry import resolve_model_path
-from testing.drafts import DraftProcess
+from testing.drafts import DraftProcess, card_variables
 from testing.engines import Harness, Job, running_engine
 from testing.family_texts import draft_flags, plain_jobs
 from testing.stack import free_port
@@ -65,17 +65,17 @@ def drafting(
         if request.param == "a card of its own":
             if torch.cuda.device_count() < 2:
                 pytest.skip("needs two NVIDIA GPUs")
-            patch.setattr(DraftProcess, "variables", {"CUDA_VISIBLE_DEVICES": "1"})
+            patch.setattr(DraftProcess, "variables", card_variables(1))
         with running_engine(demo, "STANDALONE", **flags, metrics_port=port) as harness:
             yield harness, port
 
 
 def outcomes(port: int) -> dict[str, float]:
-    """Returns how many prepared steps were hits and misses."""
+    """Returns how many prepared steps were hits and misses; none of either before the first."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
         text = page.read().decode()
     found = re.findall(r'^foredraft_drafter_ahead_steps_total\{outcome="(\w+)"\} (\S+)', text, re.M)
-    return {name: float(value) for name, value in found}
+    return {"hit": 0.0, "miss": 0.0} | {name: float(value) for name, value in found}
 
 
 def test_no_token_differs(
@@ -86,6 +86,7 @@ def test_no_token_differs(
         assert texts(harness, growing(demo)[:size]) == expected["growing"][:size]
     harness.check_nothing_left()
     found = outcomes(port)
+    assert sum(found.values()), "no step was prepared: do the draft's steps stay on the GPU?"
     assert found["hit"] > 5
     assert found["miss"] > 5
 

@@ -14,6 +14,7 @@ from foredraft.types import SamplingParams
 from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import EOS, VOCAB_SIZE, make_checkpoint
 from testing.draft_heads import save_head
+from testing.drafts import DraftProcess, card_variables
 from testing.engines import Job, running_engine
 from testing.family_texts import assert_same, draft_flags, jobs, texts_of
 from testing.reference import Reference
@@ -116,10 +117,7 @@ def test_a_draft_on_a_card_of_its_own_changes_no_token(
     transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # What this process sees stays as it is; torch keeps the number once it is initialized.
-    torch.cuda.init()
-    assert torch.cuda.device_count() > 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(DraftProcess, "variables", card_variables(1))
     work = jobs(demo, 64)
     flags = {**draft_flags(algorithm, TREE), "require_transport": transport}
     assert_same(demo, texts_of(demo, algorithm, "cuda", work, **flags), expected, work)
