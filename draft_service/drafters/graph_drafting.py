@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draft_service.drafters.ahead_policy import AheadPolicy
 from draft_service.drafters.beam_drafting import TreeRequest
 from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
@@ -77,13 +78,14 @@ class _Part:
         records: [n], one for each sequence, complete but for tokens and hidden-state rows.
         modes: See `DraftGraphs.draft`.
         is_wanted: Whether any of the sequences wants a tree.
-        looks_ahead: Whether the step prepares for its outcomes; only one that is a single part.
+        can_look_ahead: Whether the step may prepare for its outcomes; only one that is a single
+            part.
     """
 
     records: npt.NDArray[np.void]
     modes: tuple[bool, bool]
     is_wanted: bool
-    looks_ahead: bool
+    can_look_ahead: bool
 
 
 class GraphDrafting:
@@ -110,6 +112,7 @@ class GraphDrafting:
         self._continued: Sequence[Continuation] = ()
         self._parts: list[_Part] = []
         self._headers = RecordHeaders(graphs.shape.max_slots)
+        self._policy = AheadPolicy()
         self._counts = [0, 0]  # hits and misses that the metrics have
 
     @property
@@ -213,6 +216,9 @@ class GraphDrafting:
         assert exchange is not None
         if continuations is not self._continued:  # rare: most steps repeat the previous one
             self._continued, self._parts = continuations, self._divide(continuations)
+        looks_ahead = self._parts[0].can_look_ahead and self._policy.is_ahead(
+            step, len(continuations)
+        )
         for part in self._parts:
             if not graphs.is_ready(len(part.records), *part.modes):
                 self.settle()
@@ -222,7 +228,7 @@ class GraphDrafting:
             wait(lambda: graphs.is_free, exchange)
             records = graphs.records(count)
             _copy(part.records, records)
-            if part.looks_ahead:
+            if part.can_look_ahead:
                 records["step"] = step
             graphs.upload(count)
             if i == 0:
@@ -232,11 +238,10 @@ class GraphDrafting:
                 graphs.draft(count, *part.modes)
             graphs.finish()
         exchange.publish(step)
-        for part in self._parts:
-            if part.looks_ahead:
-                graphs.look_ahead(len(part.records), *part.modes)
-                graphs.finish()
-                self._count_outcomes()
+        if looks_ahead:
+            graphs.look_ahead(len(continuations), *self._parts[0].modes)
+            graphs.finish()
+            self._count_outcomes()
 
     def _count_outcomes(self) -> None:
         """Adds to the metrics what the device has counted by now."""
@@ -257,8 +262,8 @@ class GraphDrafting:
             records["num_rows"] = -1
             records["row"] = [one.row for one in members]
             is_wanted = any(one.is_wanted for one in members)
-            looks_ahead = is_single and is_wanted and self.graphs.looks_ahead(len(members))
-            parts.append(_Part(records, self._headers.modes(slots), is_wanted, looks_ahead))
+            can_look_ahead = is_single and is_wanted and self.graphs.can_look_ahead(len(members))
+            parts.append(_Part(records, self._headers.modes(slots), is_wanted, can_look_ahead))
         return parts
 
     def settle(self) -> None:

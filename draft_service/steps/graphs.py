@@ -81,8 +81,8 @@ class DraftGraphs:
         batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
         self._graphs.run(("draft", batch, mode), partial(self.step.draft, batch, mode))
 
-    def looks_ahead(self, num_sequences: int) -> bool:
-        """Returns whether a step of so many sequences prepares for its outcomes."""
+    def can_look_ahead(self, num_sequences: int) -> bool:
+        """Returns whether a step of so many sequences can prepare for its outcomes."""
         outcomes = self.step.outcomes
         return outcomes is not None and self._batch_size(num_sequences) <= outcomes.max_batch
 
@@ -103,7 +103,7 @@ class DraftGraphs:
         waits, since it is captured.
         """
         batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
-        parts = ("draft", "ahead") if self.looks_ahead(batch) else ("draft",)
+        parts = ("draft", "ahead") if self.can_look_ahead(batch) else ("draft",)
         return all(self._graphs.is_ready((part, batch, mode)) for part in parts)
 
     def make_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> None:
@@ -152,7 +152,7 @@ class DraftGraphs:
             partial(step.look_ahead, batch, mode)
             for batch in sizes
             for mode in modes
-            if self.looks_ahead(batch)
+            if self.can_look_ahead(batch)
         ]
         num_compiled = compile_ahead([*extending, *drafting], device)
         step.drop_batches()  # nothing has filled in what these trials made
@@ -181,7 +181,7 @@ class DraftGraphs:
         self.extend(batch)
         for mode in modes:
             self.draft(batch, *mode)
-            if self.looks_ahead(batch):
+            if self.can_look_ahead(batch):
                 self.look_ahead(batch, *mode)
         self.finish()
 

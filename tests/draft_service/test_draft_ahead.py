@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.drafters.ahead_policy import AheadPolicy
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.paged_proposer import PagedProposer
@@ -209,6 +210,30 @@ def test_only_a_whole_step_that_wants_trees_has_them_early(
         news += [(2 + other, [5], True) for other in range(num_others)]
         made.take(Turn(news, [], True), True)
         assert watched.drafted[made.num_steps] == made.num_steps - (not is_early)
+
+
+def test_the_policy_decides(
+    drafters: dict[str, PagedDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the last step that drafted ahead has prepared is used; the next step has nothing."""
+    asked = []
+
+    def is_ahead(policy: AheadPolicy, step: int, batch: int) -> bool:
+        asked.append((step, batch))
+        return step % 3 > 0
+
+    monkeypatch.setattr(AheadPolicy, "is_ahead", is_ahead)
+    with proposing(drafters["standalone"], CHAIN, ahead=True) as (proposer, exchange):
+        made = Driver(proposer.step, exchange, 0, PAGE, limits_of(CHAIN), SAMPLINGS)
+        watched = Watched(proposer, exchange)
+        trees = made.take(Turn([(slot, [5, 6, 7], True) for slot in range(2)], [], False), False)
+        for _ in range(9):
+            # What the draft holds likeliest.
+            news = [(slot, [tokens[0]], True) for slot, (tokens, _) in trees.items()]
+            trees = made.take(Turn(news, [], True), True)
+    assert asked == [(step, 2) for step in range(2, 11)]
+    early = [step for step, told in watched.drafted.items() if told == step]
+    assert early == [step for step in range(3, 11) if (step - 1) % 3]
 
 
 def test_a_graph_that_prepares_is_captured_before_a_step(

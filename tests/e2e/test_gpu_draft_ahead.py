@@ -62,6 +62,7 @@ def drafting(
     port = free_port()
     flags = {**FLAGS, **draft_flags("STANDALONE", (3, 1, 4)), "speculative_draft_ahead": True}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftProcess, "module", "testing.mostly_ahead")
         if request.param == "a card of its own":
             if torch.cuda.device_count() < 2:
                 pytest.skip("needs two NVIDIA GPUs")
