@@ -28,6 +28,10 @@ from foredraft.transport.device_exchange import DraftExchange
 
 BRIEF_BYTES = 96  # maximum message size of a sequence that decodes
 STEP_SECONDS = 10.0  # a step that takes longer waits for a verifier that has died
+# Longest wait for whether a step's trees are there already, and the time from look to look: the
+# device computes the step's first forward meanwhile, which takes longer.
+MOST_REPORT_SECONDS = 0.1
+POLL_SECONDS = 5e-5
 # Maximum number of fixed-shape steps for one extension; more take as long as one forward of all its
 # rows.
 MOST_TURNS = 6
@@ -113,6 +117,7 @@ class GraphDrafting:
         self._parts: list[_Part] = []
         self._headers = RecordHeaders(graphs.shape.max_slots)
         self._policy = AheadPolicy()
+        self._prepared_step = 0  # the step that the newest preparations are for
         self._counts = [0, 0]  # hits and misses that the metrics have
 
     @property
@@ -210,7 +215,9 @@ class GraphDrafting:
     def proceed(self, step: int, continuations: Sequence[Continuation]) -> None:
         """Puts a step that stays on the GPU into the stream, behind the verifier's step.
 
-        Waits only for the step before the last one, which bounds the work in flight.
+        Waits only for the step before the last one, which bounds the work in flight; and, where
+        this step was prepared for, until the device has found its trees or not. Then it drafts
+        only what is not there.
         """
         exchange, graphs = self._exchange, self.graphs
         assert exchange is not None
@@ -234,22 +241,31 @@ class GraphDrafting:
             if i == 0:
                 exchange.wait(step)
             graphs.extend(count)
-            if part.is_wanted:
+            if part.is_wanted and not (part.can_look_ahead and self._has_trees(step)):
                 graphs.draft(count, *part.modes)
             graphs.finish()
         exchange.publish(step)
         if looks_ahead:
             graphs.look_ahead(len(continuations), *self._parts[0].modes)
             graphs.finish()
-            self._count_outcomes()
+            self._prepared_step = step + 1
 
-    def _count_outcomes(self) -> None:
-        """Adds to the metrics what the device has counted by now."""
-        counts, before = self.graphs.outcome_counts, self._counts
-        if counts != before:
-            for name, now, last in zip(("hit", "miss"), counts, before, strict=True):
-                AHEAD_STEPS.labels(name).inc(now - last)
-            self._counts = counts
+    def _has_trees(self, step: int) -> bool:
+        """Returns whether a step has found its trees prepared; False if that is not known in
+        time, which costs a draft that nobody needs.
+        """
+        if self._prepared_step != step:
+            return False
+        deadline = time.monotonic() + MOST_REPORT_SECONDS
+        while abs((report := self.graphs.outcome_report)[2]) != step:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        *counts, found = report
+        for name, now, before in zip(("hit", "miss"), counts, self._counts, strict=True):
+            AHEAD_STEPS.labels(name).inc(now - before)
+        self._counts = counts
+        return found == step
 
     def _divide(self, continuations: Sequence[Continuation]) -> list[_Part]:
         parts = []

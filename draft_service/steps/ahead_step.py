@@ -2,7 +2,8 @@
 that follow the likeliest outcomes.
 
 The next step then finds its chain ready if its outcome is among them. It tells the verifier so at
-once, and only after that computes what any step computes, while the target is at work.
+once, and computes only the committed tokens, while the target is at work; it drafts nothing if the
+host has seen so too.
 """
 
 from dataclasses import replace
@@ -67,21 +68,28 @@ class AheadStep(LevelStep):
         if batch <= self.outcomes.max_batch:
             records = self.uploads.on_device(batch)
             self.operations.select(records, batches.plan, self.inputs.handed_on, self.outcomes)
+            self.outcomes.host_report.copy_(self.outcomes.report, non_blocking=True)
         return batches
 
     def hand_on(self, batch: int) -> None:
         """See DraftStep. A tree that was handed on already stays as it is."""
         if batch <= self.outcomes.max_batch:
-            tokens, is_hit = self.results[:batch, 0], self.outcomes.is_hit[:batch, None]
-            tokens.copy_(torch.where(is_hit, self.outcomes.found[:batch], tokens))
+            self.results[:batch, 0] = self._newest_chains(batch)
         super().hand_on(batch)
+
+    def _newest_chains(self, batch: int) -> torch.Tensor:
+        """Returns the chains that the target verifies now, int32 [B, S]: those that were found,
+        and drafted ones.
+        """
+        is_hit, found = self.outcomes.is_hit[:batch, None], self.outcomes.found[:batch]
+        return torch.where(is_hit, found, self.results[:batch, 0])
 
     def look_ahead(self, batch: int, mode: SamplingMode) -> None:
         """See DraftStep. Prepares the chains that continue the outcomes."""
         batches = self.batches_of(batch)
         plan, rows = batches.plan, batches.sampling(*mode)
         length, outcomes = self.shape.num_steps, self.outcomes
-        verified = self.results[:batch, 0].long()
+        verified = self._newest_chains(batch).long()
         logits = self._logits(plan, verified, 0, torch.arange(length, device=self.device), None)
         logits = torch.cat((self._root_logits[:batch, None].to(logits.dtype), logits), 1)
         depths = torch.arange(length + 1, device=self.device)

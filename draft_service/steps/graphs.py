@@ -42,7 +42,6 @@ class DraftGraphs:
         self._graphs = GraphCache(step.device)
         on_gpu = step.device.type == "cuda"
         self._host_results = torch.zeros(step.results.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._host_counts = torch.zeros(2, dtype=torch.int32, pin_memory=on_gpu)
 
     def set_pages(self, slot: int, first_entry: int, pages: list[int]) -> None:
         """Writes a part of a slot's page table, for the steps after this."""
@@ -90,13 +89,12 @@ class DraftGraphs:
         """Prepares for the outcomes of the newest trees; see `SamplingMode` for the arguments."""
         batch, mode = self._batch_size(num_sequences), self.step.mode(any_sampled, any_ranked)
         self._graphs.run(("ahead", batch, mode), partial(self.step.look_ahead, batch, mode))
-        assert self.step.outcomes is not None
-        self._host_counts.copy_(self.step.outcomes.counts, non_blocking=True)
 
     @property
-    def outcome_counts(self) -> list[int]:
-        """See `Outcomes.counts`; a step that is not complete may be missing."""
-        return self._host_counts.tolist()
+    def outcome_report(self) -> list[int]:
+        """See `Outcomes.report`; a step that is not complete may be missing."""
+        assert self.step.outcomes is not None
+        return self.step.outcomes.host_report.tolist()
 
     def is_ready(self, num_sequences: int, any_sampled: bool, any_ranked: bool) -> bool:
         """Returns whether such a draft runs without waiting for the device; the first one

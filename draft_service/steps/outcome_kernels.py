@@ -19,7 +19,7 @@ def select(records: torch.Tensor, plan: DraftPlan, handed_on: HandedOn, outcomes
     _select[(1,)](
         records, plan.tokens, plan.start, plan.num_rows,
         outcomes.num_keys, outcomes.verified, outcomes.ends, outcomes.chains, outcomes.is_hit.view(torch.uint8),
-        outcomes.found, outcomes.counts, handed_on.trees, handed_on.drafted,
+        outcomes.found, outcomes.report, handed_on.trees, handed_on.drafted,
         batch, records.shape[1], len(outcomes.num_keys) - 1, len(plan.tokens) // batch,
         **STEP.constants("slot", "row", "step"), LENGTH=length, PAD_LENGTH=power_of_two(length),
         NODES=handed_on.trees.shape[2], OUTCOMES=width, PAD_OUTCOMES=power_of_two(width), ALTERNATIVES=ALTERNATIVES,
@@ -29,7 +29,7 @@ def select(records: torch.Tensor, plan: DraftPlan, handed_on: HandedOn, outcomes
 
 @triton.jit
 def _select(
-    records, tokens, starts, nums_rows, nums_keys, verified, ends, chains, is_hits, founds, counts, trees,
+    records, tokens, starts, nums_rows, nums_keys, verified, ends, chains, is_hits, founds, report, trees,
     drafted, batch, width, padding_slot, rows,
     SLOT: tl.constexpr, ROW: tl.constexpr, STEP: tl.constexpr, LENGTH: tl.constexpr, PAD_LENGTH: tl.constexpr,
     NODES: tl.constexpr, OUTCOMES: tl.constexpr, PAD_OUTCOMES: tl.constexpr, ALTERNATIVES: tl.constexpr,
@@ -69,7 +69,8 @@ def _select(
         num_hits += is_hit.to(tl.int32)
     is_ready = (step > 0) & (num_prepared == num_sequences)
     is_over = is_ready & (num_hits == num_sequences)
-    tl.store(counts, tl.load(counts) + is_over.to(tl.int32))
-    tl.store(counts + 1, tl.load(counts + 1) + (is_ready & (num_hits < num_sequences)).to(tl.int32))
+    tl.store(report, tl.load(report) + is_over.to(tl.int32))
+    tl.store(report + 1, tl.load(report + 1) + (is_ready & (num_hits < num_sequences)).to(tl.int32))
+    tl.store(report + 2, tl.where(is_over, step, -step))
     tl.debug_barrier()  # all threads have written their parts of the trees
     tl.atomic_xchg(drafted, step, mask=is_over, sem="release", scope="sys")

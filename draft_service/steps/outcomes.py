@@ -28,8 +28,10 @@ class Outcomes:
         chains: int32 [slots, C, S], the chain that continues each outcome.
         is_hit: bool [B], whether a sequence's committed tokens were one of its outcomes.
         found: int32 [B, S], the chain that continues it then.
-        counts: int32 [2], steps whose outcomes were prepared: those where all sequences' were, and
-            the others.
+        report: int32 [3]. Numbers of steps whose outcomes were prepared: those where all sequences'
+            were, and the others. Then the number of the newest step that was looked for, negative
+            unless all its trees are there.
+        host_report: The same on the host, a copy.
     """
 
     num_keys: torch.Tensor
@@ -38,7 +40,8 @@ class Outcomes:
     chains: torch.Tensor
     is_hit: torch.Tensor
     found: torch.Tensor
-    counts: torch.Tensor
+    report: torch.Tensor
+    host_report: torch.Tensor
 
     @classmethod
     def empty(cls, num_slots: int, batch: int, length: int, device: torch.device) -> "Outcomes":
@@ -61,7 +64,8 @@ class Outcomes:
             chains=make(num_slots, num_outcomes, length),
             is_hit=torch.zeros(batch, dtype=torch.bool, device=device),
             found=make(batch, length),
-            counts=make(2),
+            report=make(3),
+            host_report=torch.zeros(3, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )
 
     @property
@@ -101,7 +105,7 @@ def select(records: torch.Tensor, plan: DraftPlan, handed_on: HandedOn, outcomes
     Args:
         records: int32 [B, STEP.size + 2 * R]; only those with a step are looked for.
         plan: The step's plan, filled in: nothing of `handed_on` is read after this.
-        outcomes: `is_hit`, `found` and `counts` are changed.
+        outcomes: `is_hit`, `found` and `report` are changed.
     """
     batch, length, rows = len(records), outcomes.length, len(plan.tokens) // len(records)
     slots, row = records[:, STEP["slot"]].long(), records[:, STEP["row"]].long()
@@ -126,6 +130,7 @@ def select(records: torch.Tensor, plan: DraftPlan, handed_on: HandedOn, outcomes
     trees.index_copy_(0, row, torch.where(is_hit[:, None, None], whole, trees[row]))
     all_prepared = (step > 0) & (is_prepared | is_padding).all()
     is_over = all_prepared & (is_hit | is_padding).all()
-    outcomes.counts[0] += is_over
-    outcomes.counts[1] += all_prepared & ~is_over
+    outcomes.report[0] += is_over
+    outcomes.report[1] += all_prepared & ~is_over
+    outcomes.report[2] = torch.where(is_over, step, -step)
     handed_on.drafted.copy_(torch.where(is_over, step, handed_on.drafted))

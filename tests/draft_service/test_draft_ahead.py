@@ -3,6 +3,7 @@ it, and the verifier has them before the step computes anything.
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from draft_service.drafters import graph_drafting
 from draft_service.drafters.ahead_policy import AheadPolicy
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.metrics import AHEAD_STEPS
 from draft_service.steps.ahead_step import AheadStep
+from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.outcomes import ALTERNATIVES
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import AttachRefused
@@ -76,9 +79,11 @@ class Watched:
         assert isinstance(step, AheadStep)
         self.drafted: dict[int, int] = {}  # by step: newest one whose trees are there
         self.trees: dict[int, list[Any]] = {}
+        self.num_forwards: Counter[int] = Counter()  # by step
         forward = step._forward
 
         def noting(*arguments: Any) -> Any:
+            self.num_forwards.update(exchange.waits[-1:])
             if exchange.waits and exchange.waits[-1] not in self.drafted:
                 self.drafted[exchange.waits[-1]] = int(exchange.drafted)
                 self.trees[exchange.waits[-1]] = exchange.trees.tolist()
@@ -138,6 +143,9 @@ def test_hits_and_misses(
                 num_hits += is_hit
                 told = watched.drafted[made.num_steps]
                 assert told == made.num_steps - (not is_hit)
+                # What was committed, all but the first drafted token, and S + 1 ahead.
+                drafted = 0 if is_hit else LENGTH - 1
+                assert watched.num_forwards[made.num_steps] == 1 + drafted + LENGTH + 1
             if step and is_hit:
                 rows = [row for row in watched.trees[made.num_steps] if row[1] == [-1, 0, 1]]
                 assert all([list(tokens), [-1, 0, 1]] in rows for tokens, _ in trees.values())
@@ -190,7 +198,7 @@ def test_large_batches_do_not_draft_ahead(drafters: dict[str, PagedDrafter]) -> 
         fixed = proposer._fixed_steps
         assert fixed is not None
         assert isinstance(fixed.graphs.step, AheadStep)
-        assert fixed.graphs.step.outcomes.counts.tolist() == [0, 0]
+        assert fixed.graphs.step.outcomes.report.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -234,6 +242,27 @@ def test_the_policy_decides(
     assert asked == [(step, 2) for step in range(2, 11)]
     early = [step for step, told in watched.drafted.items() if told == step]
     assert early == [step for step in range(3, 11) if (step - 1) % 3]
+
+
+def test_a_report_that_comes_late_changes_no_tree(
+    drafters: dict[str, PagedDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_drafting, "MOST_REPORT_SECONDS", 0.0)
+    with (
+        proposing(drafters["standalone"], CHAIN, ahead=True) as ahead,
+        proposing(drafters["standalone"], CHAIN, ahead=False) as plain,
+    ):
+        made, expected = driver_of(ahead, {}), driver_of(plain, {})
+        watched = Watched(*ahead)
+        monkeypatch.setattr(DraftGraphs, "outcome_report", [0, 0, 0])
+        turn = Turn([(0, [5, 6, 7], True)], [], False)
+        for _ in range(6):
+            trees = made.take(turn, turn.on_device)
+            assert trees == expected.take(turn, False)
+            turn = Turn([(0, [trees[0][0][0]], True)], [], True)
+        for number in range(3, 7):
+            assert watched.drafted[number] == number, "the verifier knows"
+            assert watched.num_forwards[number] == 1 + LENGTH - 1 + LENGTH + 1
 
 
 def test_a_graph_that_prepares_is_captured_before_a_step(

@@ -116,7 +116,9 @@ def test_what_was_committed_is_found(code: Any, batch: int, length: int) -> None
         )
         is_over = are_prepared and None not in chains
         assert handed_on.drafted.tolist() == [33 if is_over else 32]
-        assert outcomes.counts.tolist() == [int(is_over), int(are_prepared and not is_over)]
+        step = 0 if has_no_step else 33 if is_over else -33
+        counts = [int(is_over), int(are_prepared and not is_over)]
+        assert outcomes.report.tolist() == [*counts, step]
         num_hits = sum(chain is not None for chain in chains)
         seen["hit" if is_over else "part" if num_hits else "miss" if are_prepared else "none"] += 1
     assert min(seen["hit"], seen["miss"], seen["none"]) > 3
@@ -134,5 +136,5 @@ def test_padding_alone_is_no_step(code: Any) -> None:
     drafted = torch.ones(1, dtype=torch.int32, device=code.device)
     handed_on = HandedOn(zeros[0], trees, 0, drafted)
     code.select(records, plan, handed_on, outcomes)
-    assert outcomes.counts.tolist() == [0, 0]
+    assert outcomes.report.tolist() == [0, 0, 0]
     assert drafted.tolist() == [1]
