@@ -1,5 +1,6 @@
-"""Drafting ahead: steps of a target without a draft, with a standalone draft, and with one that
-drafts ahead, and how often the next chain was ready.
+"""Drafting ahead: steps of a target without a draft, with a standalone draft, with one that drafts
+ahead while that is faster, and with one that always does; how many steps it prepared for, and how
+often the next chain was ready.
 
     python -m benchmarks.gpu.draft_ahead --draft 0.5b
     python -m benchmarks.gpu.draft_ahead --draft 0.5b --draft-device 0 --mps
@@ -7,7 +8,8 @@ drafts ahead, and how often the next chain was ready.
 
 Weights are random, but what follows a token is related (`benchmarks.gpu.successors`): acceptance
 and hits are real, at rates that were chosen; a draft that drafts ahead has the accept length of one
-that does not. 256-token prompts, temperature 0, everything drafted.
+that does not. Each batch runs until the draft has judged what is faster. 256-token prompts,
+temperature 0, everything drafted.
 """
 
 import argparse
@@ -21,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import successors
-from benchmarks.gpu.runs import time_decoding
+from benchmarks.gpu.runs import run_batch, time_decoding
 from benchmarks.gpu.shapes import LLAMA_8B, TARGETS, engine_flags, write_checkpoints
+from draft_service.drafters.ahead_policy import NUM_TURNS, TURN_STEPS
 from foredraft.cli import mps
 from testing.drafts import DraftProcess, card_variables
 from testing.engines import running_engine
@@ -31,7 +34,9 @@ from verify_service.executor.ranks.workers import Workers
 
 AHEAD_STEPS = "foredraft_drafter_ahead_steps_total"
 OUTCOMES = ("hit", "miss")
-ENGINES = ("none", "waits", "ahead")
+ENGINES = ("none", "waits", "ahead", "always")
+# Steps in which a draft has judged: half of them may have another batch size, or come first.
+JUDGED_STEPS = 4 * NUM_TURNS * TURN_STEPS
 DEVICE_STEPS = 'foredraft_drafter_device_steps_total{algorithm="STANDALONE"}'
 DRAFTS: dict[str, dict[str, int]] = {
     "0.5b": {
@@ -81,7 +86,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         number = args.tp if args.draft_device is None else args.draft_device
-        DraftProcess.variables = card_variables(number)
         DraftProcess.module = Workers.module = "benchmarks.gpu.successors"
         successors.install(is_draft=False)
         target, _ = write_checkpoints(Path(folder), args.layers, args.shape)
@@ -89,6 +93,8 @@ def main() -> int:
         draft.mkdir()
         (draft / "config.json").write_text(json.dumps({**LLAMA_8B, **DRAFTS[args.draft]}))
         for engine in args.engines:
+            always = {"ALWAYS_AHEAD": "1"} if engine == "always" else {}
+            DraftProcess.variables = card_variables(number) | always
             _measure(args, target, draft, engine)
     return 0
 
@@ -103,11 +109,15 @@ def _measure(args: argparse.Namespace, target: Path, draft: Path, engine: str) -
             "speculative_draft_model_path": str(draft),
             "speculative_draft_load_format": "dummy",
             "speculative_num_steps": args.steps,
-            "speculative_draft_ahead": engine == "ahead",
+            "speculative_draft_ahead": engine in ("ahead", "always"),
             "metrics_port": port,
         }
     with running_engine(target, "STANDALONE" if drafts else "NONE", **flags) as harness:
         for batch in args.batch:
+            if engine == "ahead":
+                last = _counts(port).get(DEVICE_STEPS, 0.0) + JUDGED_STEPS
+                while _counts(port).get(DEVICE_STEPS, 0.0) < last:
+                    run_batch(harness, batch, args.prompt, args.output)
             before = _counts(port) if drafts else {}
             one = time_decoding(harness, batch, args.prompt, args.output)
             after = _counts(port) if drafts else {}
@@ -124,6 +134,7 @@ def _measure(args: argparse.Namespace, target: Path, draft: Path, engine: str) -
                 "ms_per_step": round(one.ms_per_step, 3),
                 "tokens_per_second": round(one.tokens_per_second, 1),
                 "accept_length": round(one.accept_length, 3),
+                "prepared": round((hits + misses) / found[DEVICE_STEPS], 3) if drafts else None,
                 "hits": round(hits / (hits + misses), 3) if hits + misses else None,
             }
             print(json.dumps(row), flush=True)

@@ -4,7 +4,8 @@ target always takes, and which a draft ranks first, second, third, or nowhere.
 Layers compute as ever, but the residual stream is so large that they do not change what follows.
 Loading with --load-format dummy gives such models in a process where `install` was called.
 `python -m benchmarks.gpu.successors` does so and runs the draft service with the flags that follow,
-or without flags another rank of the target.
+or without flags another rank of the target. With ALWAYS_AHEAD in its environment a draft drafts
+ahead whatever it costs.
 """
 
 import os
@@ -13,6 +14,7 @@ import sys
 
 import torch
 
+from draft_service.drafters.ahead_policy import AheadPolicy
 from foredraft.models import loader
 from foredraft.models.decoder import DecoderModel
 
@@ -75,6 +77,8 @@ def main() -> None:
     is_draft = len(sys.argv) > 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     install(is_draft)
+    if "ALWAYS_AHEAD" in os.environ:
+        AheadPolicy.is_ahead = lambda self, step, batch: True  # type: ignore[method-assign]
     runpy.run_module("draft_service" if is_draft else "verify_service.rank", run_name="__main__")
 
 
