@@ -22,7 +22,8 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.sampling import greedy, perturbed_top, scrub
 
-# Largest batch that is worth it: the target waits unless every sequence's outcome was prepared.
+# Largest batch that is tried: the target waits unless every sequence's outcome was prepared, which
+# is seldom in larger ones, and their graphs need memory.
 MOST_SEQUENCES = 2
 
 

@@ -60,8 +60,8 @@ class SpeculationFlags:
         False,
         "STANDALONE chains on a GPU, best with --draft-device: while the target verifies one or two"
         " sequences, their draft prepares the chains that follow the likeliest outcomes, and the"
-        " target does not wait where one was right. Off until a measurement shows that it is"
-        " faster.",
+        " target does not wait where one was right. Each batch size keeps it only while steps are"
+        " faster by it.",
     )
     speculative_draft_model_quantization: str = option(
         "unquant",
