@@ -18,6 +18,7 @@ from verify_service.attach.links import (
     tree_limits_of,
 )
 from verify_service.engine.engine import EngineLimits
+from verify_service.exactness import OFF
 from verify_service.executor.base import Executor
 from verify_service.executor.choice.sampler import Sampler
 from verify_service.executor.choice.simulation import SimulatedAcceptance
@@ -108,7 +109,8 @@ def graph_sizes(
             max_tokens=limits.context_length,
             num_slots=num_sequences,
             simulate=config.simulate_accept_length is not None,
-            has_branches=tree_limits_of(links, config)[1] > 1,
+            # The attention of `off` is faster with masks (docs/measurements/exactness.md).
+            has_branches=tree_limits_of(links, config)[1] > 1 or config.exactness == OFF,
         ),
         chunk_size(config, device) + num_sequences * max_rows,
     )

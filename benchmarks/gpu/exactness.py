@@ -151,7 +151,7 @@ def _step(
             max_path=4,
             max_tokens=model.config.max_position_embeddings,
             num_slots=batch,
-            has_branches=kind == "tree",
+            has_branches=kind == "tree" or level == OFF,
         ),
     )
     pages = torch.randperm(batch * each, device=kv.data.device).view(batch, each)

@@ -108,6 +108,7 @@ def test_hidden_states_through_the_hosts_memory_change_no_token(
     assert_same(demo, got, expected, work)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_draft_on_a_card_of_its_own_changes_no_token(
@@ -115,11 +116,15 @@ def test_a_draft_on_a_card_of_its_own_changes_no_token(
     expected: list[list[int]],
     algorithm: str,
     transport: str,
+    ranks: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DraftProcess, "variables", card_variables(1))
+    if torch.cuda.device_count() <= ranks:
+        pytest.skip("needs another card")
+    monkeypatch.setattr(DraftProcess, "variables", card_variables(ranks))
     work = jobs(demo, 64)
     flags = {**draft_flags(algorithm, TREE), "require_transport": transport}
+    flags["tensor_parallel_size"] = ranks
     assert_same(demo, texts_of(demo, algorithm, "cuda", work, **flags), expected, work)
 
 

@@ -93,7 +93,6 @@ class DraftLink:
             device=target.device,
             shared=_shared(target.model),
             steps=steps if on_device else None,
-            is_whole=target.ranks is None,
         )
         self.client = DraftClient(
             address,

@@ -77,8 +77,6 @@ class Arena:
         device: Device that the target runs on.
         shared: The target's weights that a draft may use, by name.
         steps: Sizes of steps that stay on the GPU; None where there are no such steps.
-        is_whole: Whether one card has the whole target. Drafts on other cards map its memory only
-            then: beside ranks that was not tried.
     """
 
     def __init__(
@@ -92,11 +90,10 @@ class Arena:
         device: torch.device = choice.CPU,
         shared: Mapping[str, torch.Tensor] | None = None,
         steps: StepSizes | None = None,
-        is_whole: bool = True,
     ) -> None:
         supported = choice.supported(address.parse(draft).is_local, device)
         self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
-        self._device, self._is_whole = device, is_whole
+        self._device = device
         self._uuid = ""
         if tensor_pb2.TRANSPORT_CUDA_IPC in supported:
             self._uuid = cuda.uuid_of(device)
@@ -249,7 +246,7 @@ class Arena:
         """Returns whether the draft's GPU can use memory of the target's."""
         if self.is_on_same_gpu(info):
             return True
-        theirs = cuda.device_of(info.device_uuid) if self._is_whole and self._uuid else None
+        theirs = cuda.device_of(info.device_uuid) if self._uuid else None
         return theirs is not None and cuda.reaches(theirs, self._device)
 
     def _free_left(self, attached: Peer | None = None) -> None:
