@@ -60,7 +60,7 @@ def graph_settings(config: DraftConfig, device: torch.device) -> GraphSettings |
     return GraphSettings(
         config.cuda_graph_max_bs,
         captures=not config.disable_cuda_graph,
-        drafts_ahead=config.speculative_draft_ahead,
+        drafts_ahead=bool(config.speculative_draft_ahead),
     )
 
 

@@ -93,7 +93,7 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
     for name in _PORT_HOSTS:
         if not 0 <= getattr(config, name) <= 65535:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
-    on_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpu())
+    on_cpu = is_on_cpu(config)
     config.check_quantization(on_cpu)
     config.nodes()
     if not on_cpu:
@@ -113,6 +113,11 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
         if is_missing and not is_repository(path):
             raise ConfigError(f"{flag_of(name)} {path}: no such directory or file")
     return config
+
+
+def is_on_cpu(config: ServeConfig) -> bool:
+    """Returns whether the models run on the CPU."""
+    return config.device == "cpu" or (config.device == "auto" and not has_gpu())
 
 
 def _check_files(config: ServeConfig) -> None:

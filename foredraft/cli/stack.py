@@ -15,11 +15,12 @@ from typing import Any
 from foredraft.cli.leftovers import of_the_dead
 from foredraft.cli.mps import Mps
 from foredraft.cli.ports import choose_ports
-from foredraft.cli.serve_config import ServeConfig, check, draft_card, wanted_ports
+from foredraft.cli.serve_config import ServeConfig, check, draft_card, is_on_cpu, wanted_ports
 from foredraft.cli.supervisor import Service, Supervisor
 from foredraft.config.options import to_flags, variable_of
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import each_draft
+from foredraft.config.speculation_checks import why_not_ahead
 
 # Fields in which a draft beside others differs from what `serve` was given.
 _DRAFT_FIELDS = (
@@ -31,6 +32,7 @@ _DRAFT_FIELDS = (
     "speculative_token_map",
     "speculative_draft_model_quantization",
     "enable_multi_layer_eagle",
+    "speculative_draft_ahead",
 )
 
 
@@ -130,7 +132,8 @@ def _all_services(
     services = [gateway, verifier]
     for name, one in drafts.items():
         # What a draft beside others has of its own, even where it is nothing.
-        own = {field: getattr(one, field) for field in _DRAFT_FIELDS} if len(drafts) > 1 else {}
+        fields = _DRAFT_FIELDS if len(drafts) > 1 else ("speculative_draft_ahead",)
+        own = {field: getattr(one, field) for field in fields}
         card = draft_card(config, {**os.environ, **daemon.variables})
         services.append(_draft(values, directory, name, draft_ports[name], own, card))
     return services, urls
@@ -295,6 +298,14 @@ def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
     service.
     """
     drafts = [one for one in each_draft(config) if one.speculative_algorithm != "NONE"]
+    number = config.draft_device
+    if number is not None and number >= config.tensor_parallel_size and not is_on_cpu(config):
+        drafts = [
+            dataclasses.replace(one, speculative_draft_ahead=not why_not_ahead(one))
+            if one.speculative_draft_ahead is None
+            else one
+            for one in drafts
+        ]
     if len(drafts) == 1:
         return {"draft": drafts[0]}
     return {f"draft-{one.speculative_algorithm.lower()}": one for one in drafts}

@@ -169,20 +169,22 @@ def _check_override(config: SpeculationFlags) -> None:
 
 def _check_ahead(config: SpeculationFlags) -> None:
     """Checks that a draft can follow outcomes that are not verified yet."""
-    if not config.speculative_draft_ahead:
-        return
-    flag, algorithm = "--speculative-draft-ahead", config.speculative_algorithm
+    if config.speculative_draft_ahead and (reason := why_not_ahead(config)):
+        raise ConfigError(f"--speculative-draft-ahead {reason}")
+
+
+def why_not_ahead(config: SpeculationFlags) -> str:
+    """Returns why a draft cannot follow outcomes that are not verified yet; empty if it can."""
     if not config.traits.has_model or config.traits.reads_hidden:
-        raise ConfigError(
-            f"{flag} is for STANDALONE, which reads tokens alone, not --speculative-algorithm"
-            f" {algorithm}"
+        return (
+            "is for STANDALONE, which reads tokens alone, not --speculative-algorithm"
+            f" {config.speculative_algorithm}"
         )
     if (config.speculative_eagle_topk or 1) > 1:
-        raise ConfigError(f"{flag} drafts chains: --speculative-eagle-topk must be 1")
+        return "drafts chains: --speculative-eagle-topk must be 1"
     if config.speculative_ngram_override:
-        raise ConfigError(
-            f"{flag} does not go with --speculative-ngram-override, whose steps go through the host"
-        )
+        return "does not go with --speculative-ngram-override, whose steps go through the host"
+    return ""
 
 
 def _check_ngram(config: SpeculationFlags) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +136,57 @@ def test_drafting_ahead_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         serve_config.check(FREE | {"device": "cpu"} | wanted)
     for card in ({}, {"draft_device": 1}):
         serve_config.check(FREE | {"device": "cuda"} | card | wanted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "are_ahead"),
+    [
+        ({"speculative_algorithm": "STANDALONE", "draft_device": 1}, [True]),
+        ({"speculative_algorithm": "STANDALONE", "draft_device": 0}, [None]),
+        ({"speculative_algorithm": "STANDALONE"}, [None]),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "draft_device": 1,
+                "tensor_parallel_size": 2,
+            },
+            [None],
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "draft_device": 1,
+                "speculative_draft_ahead": False,
+            },
+            [False],
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "draft_device": 1,
+                "speculative_num_steps": 3,
+                "speculative_eagle_topk": 2,
+                "speculative_num_draft_tokens": 6,
+            },
+            [False],
+        ),
+        ({"speculative_algorithm": "STANDALONE,NGRAM", "draft_device": 1}, [True, False]),
+        ({"speculative_algorithm": "NGRAM", "draft_device": 1}, [False]),
+    ],
+)
+def test_drafts_on_cards_of_their_own_draft_ahead(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], are_ahead: list[bool | None]
+) -> None:
+    monkeypatch.setattr(serve_config, "count_gpus", lambda: 2)
+    if "STANDALONE" in flags["speculative_algorithm"]:
+        flags = {**flags, "speculative_draft_model_path": "foredraft-demo-draft"}
+    supervisor = stack.make_supervisor(FREE | {"device": "cuda"} | flags)
+    supervisor.stop()
+    found: list[bool | None] = []
+    for service in supervisor.services[2:]:
+        given = [flag for flag in service.command if "draft-ahead" in flag]
+        found.append(given[0] == "--speculative-draft-ahead" if given else None)
+    assert found == are_ahead
 
 
 def test_each_of_several_drafts_is_a_service() -> None:
