@@ -3,7 +3,7 @@ first run.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from foredraft.config.services import VerifyConfig
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
+from verify_service.attach.links import DraftLink
 from verify_service.engine.engine import EngineLimits
 from verify_service.executor.captured import capturing
 from verify_service.executor.captured.capturing import Capturing
@@ -22,7 +23,7 @@ from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
-from verify_service.executor.captured.step import DecodeStep, StepSizes
+from verify_service.executor.captured.step import DecodeStep
 from verify_service.executor.choice.sampler import Sampler
 from verify_service.executor.ranks import graphs, messages
 from verify_service.flag_notes import thresholds_of
@@ -146,8 +147,7 @@ def use_eager_rank_0(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
         *rest: Any,
     ) -> GraphExecutor:
         sampler = _sampler(config, runner, limits)
-        device = runner.model.device
-        sizes = graph_sizes(config, limits, (), device)
+        sizes = graph_sizes(config, limits, (), target)
         pages = (limits.num_pages, limits.page_size, 1)
         ranks.board.write(messages.setup(pages, sizes.numbers))
         model, kv, group = runner.model, runner.kv, ranks.group
@@ -184,6 +184,7 @@ def use_eager_graphs(
         target: Target,
         runner: ModelRunner,
         limits: EngineLimits,
+        links: Sequence[DraftLink],
         *rest: Any,
     ) -> GraphExecutor:
         sampler = _sampler(config, runner, limits)
@@ -191,14 +192,7 @@ def use_eager_graphs(
             runner.model,
             runner.kv,
             attention(),
-            StepSizes(
-                max_batch=limits.max_running_requests,
-                max_rows=limits.max_nodes + 1,
-                max_path=config.tree_limits[0] + 1,
-                max_tokens=limits.context_length,
-                num_slots=limits.max_running_requests,
-                has_branches=config.tree_limits[1] > 1,
-            ),
+            graph_sizes(config, limits, links, target).steps,
         )
         decode = EagerGraphs(step)
         mixed = EagerMixedGraphs(

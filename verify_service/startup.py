@@ -221,12 +221,12 @@ def _make_runner(
     kv: PagedKV,
 ) -> ModelRunner:
     """Creates the target's runner; tells other ranks their sizes first."""
-    ranks, device = target.ranks, target.device
+    ranks = target.ranks
     if ranks is None:
         return ModelRunner(target.model, kv, target.attention)
     numbers = []
-    if device.type == "cuda" and not config.disable_cuda_graph:
-        numbers = graph_sizes(config, limits, links, device).numbers
+    if target.device.type == "cuda" and not config.disable_cuda_graph:
+        numbers = graph_sizes(config, limits, links, target).numbers
     cache = (limits.num_pages, limits.page_size, kv.num_scratch_pages)
     ranks.board.write(messages.setup(cache, numbers))
     return RankedRunner(target.model, kv, target.attention, ranks)

@@ -5,8 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from foredraft.config.services import VerifyConfig
 from foredraft.parallel.group import SINGLE
 from foredraft.runner.compile_ahead import compile_ahead
@@ -70,7 +68,7 @@ def make_executor(
     from verify_service.executor.ranks.graphs import captured
 
     started = time.monotonic()
-    sizes = graph_sizes(config, limits, links, device)
+    sizes = graph_sizes(config, limits, links, target)
     group, board = (SINGLE, None) if ranks is None else (ranks.group, ranks.board)
     graphs, mixed = captured(runner.model, runner.kv, runner.attention, sizes, group, board)
     has_branches &= limits.max_nodes > 1
@@ -94,7 +92,7 @@ def make_executor(
 
 
 def graph_sizes(
-    config: VerifyConfig, limits: EngineLimits, links: Sequence[DraftLink], device: torch.device
+    config: VerifyConfig, limits: EngineLimits, links: Sequence[DraftLink], target: Target
 ) -> "GraphSizes":
     """Returns the sizes of captured graphs on a GPU."""
     from verify_service.executor.captured.step import StepSizes  # needs triton
@@ -109,10 +107,13 @@ def graph_sizes(
             max_tokens=limits.context_length,
             num_slots=num_sequences,
             simulate=config.simulate_accept_length is not None,
-            # The attention of `off` is faster with masks (docs/measurements/exactness.md).
-            has_branches=tree_limits_of(links, config)[1] > 1 or config.exactness == OFF,
+            # The attention of `off` is faster with masks (docs/measurements/exactness.md). Lossy
+            # acceptance walks trees on the host, which takes them as the draft sent them.
+            has_branches=tree_limits_of(links, config)[1] > 1
+            or target.exactness.level == OFF
+            or thresholds_of(config).lossy,
         ),
-        chunk_size(config, device) + num_sequences * max_rows,
+        chunk_size(config, target.device) + num_sequences * max_rows,
     )
 
 
