@@ -147,11 +147,12 @@ class OverlapScheduler:
             count = len(running.sequences) * running.started.num_rows
             running.gathered = self._gather(running, count, without=proposals.draft) or None
         trees = [one.row if one.num_nodes else None for one in requests]
+        await_trees = partial(_await_trees, proposals.trees, time.perf_counter())
         wait = Wait(proposals.depth, len(going), None)
         return self._start_ahead(
             running,
             going,
-            Ahead(num_rows, trees, proposals.trees.fetch),
+            Ahead(num_rows, trees, proposals.trees.fetch, await_trees),
             proposals,
             wait._replace(parts=((proposals.draft, wait),)),
         )
@@ -208,16 +209,25 @@ class OverlapScheduler:
     def _await(self, running: StepInFlight, is_over: Callable[[], bool]) -> None:
         """Waits for a step that needs a draft's trees; abandons a draft that is late."""
         if running.proposals is not None:
-            trees = running.proposals.trees
-            while not is_over():
-                if trees.is_late(time.perf_counter() - running.started_at):
-                    trees.abandon()
-                    time.sleep(RELEASE_SECONDS)
-                time.sleep(0)  # lets other threads run, and comes back at once
+            _await_trees(running.proposals.trees, running.started_at, is_over)
 
     @property
     def _capture(self) -> tuple[int, ...]:
         return self._drafts.capture or ()
+
+
+def _await_trees(trees: DeviceTrees, started_at: float, is_over: Callable[[], bool]) -> None:
+    """Waits for what needs a draft's trees; abandons a draft that is late.
+
+    Args:
+        started_at: Time of `time.perf_counter` at which the wait for the trees began.
+        is_over: Returns whether what is waited for has come.
+    """
+    while not is_over():
+        if trees.is_late(time.perf_counter() - started_at):
+            trees.abandon()
+            time.sleep(RELEASE_SECONDS)
+        time.sleep(0)  # lets other threads run, and comes back at once
 
 
 def _count_in_flight(sequences: list[Sequence], started: PendingStep) -> None:

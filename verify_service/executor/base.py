@@ -23,6 +23,10 @@ def no_wait() -> None:
     """Is the `settle` of a step that no other one runs before: there is nothing to wait for."""
 
 
+def no_trees(is_over: Callable[[], bool]) -> None:
+    """Is the `await_trees` of a step that verifies none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Describes a step that starts from the sequences' state on the device.
@@ -34,11 +38,14 @@ class Ahead:
         trees: For each sequence, the row of its tree among those that `fetch` copies; None to
             verify none.
         fetch: Copies the trees into int32 [n, 2, N] on the device; None where none are verified.
+        await_trees: Waits until its argument returns True, and ends the wait of `fetch` for a draft
+            that is late. Call it before anything behind `fetch` that may wait for the device.
     """
 
     num_rows: int
     trees: Sequence[int | None]
     fetch: Callable[[torch.Tensor], None] | None = None
+    await_trees: Callable[[Callable[[], bool]], None] = no_trees
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,35 @@ def test_graphs_of_two_phases_are_captured_before_the_wait_for_a_draft() -> None
     assert done == ["upload", "fetch", "replay", "replay"]
 
 
+@pytest.mark.parametrize("is_two_phase", [False, True])
+def test_a_step_without_a_graph_has_its_trees_before_it_is_computed(
+    is_two_phase: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    members = SimpleNamespace(is_two_phase=is_two_phase, is_filtered=False, shares_keys=False)
+    executor = executor_of(done, members)
+    graphs, capturing, step_of = executor._graphs, MagicMock(), MagicMock()
+    capturing.record.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    capturing.run_aside.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    shortage = Shortage()
+    shortage.is_tolerated = True
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock)
+    graphs._step, graphs._capturing = step_of, capturing
+    graphs._steps = Captures(shortage)
+    graphs.two_phase = TwoPhaseGraphs(step_of, graphs.shapes, graphs.buffers, capturing, shortage)
+    graphs.buffers.turn = 0
+    step_of.forward.side_effect = lambda kind: (
+        done.append("compute")
+        or MagicMock(output=ModelOutput(torch.zeros(1, 8), torch.zeros(1, 8)))
+    )
+    batch = [VerifyRows(Sequence(1, [5], SamplingParams()), EMPTY)]
+    ahead = Ahead(4, [0], lambda trees: done.append("fetch"), lambda is_over: done.append("trees"))
+    for _ in range(2):
+        done.clear()
+        executor.submit(Step(batch, ahead=ahead, settle=lambda: done.append("settle")))
+        assert [one for one in done if one != "upload"] == ["settle", "fetch", "trees", "compute"]
+
+
 @pytest.mark.parametrize("takes", [False, True])
 def test_prompts_wait_for_the_device_when_nothing_else_does(takes: bool) -> None:
     """Without a graph they are copied from memory that the device must have read."""
@@ -151,6 +180,9 @@ class HungTrees:
     """Trees that never come; the wait for them ends when they are abandoned."""
 
     is_abandoned = False
+
+    def fetch(self, trees: torch.Tensor) -> None:
+        pass
 
     def is_late(self, waiting: float) -> bool:
         return True
@@ -192,3 +224,24 @@ def test_a_hung_draft_is_dropped_before_anything_waits_behind_its_step(has_promp
     else:
         assert overlap.start_behind(running, lambda going: Plan([0], 1)) is not None
     executor.submit.assert_called_once()
+
+
+def test_a_hung_draft_is_dropped_before_anything_waits_behind_its_own_trees() -> None:
+    trees, executor = HungTrees(), MagicMock()
+    running = StepInFlight([Sequence(1, [5], SamplingParams())], FinishedStep(MagicMock()), [0])
+    running.started.num_rows, running.started.outcome = 1, MagicMock()
+    drafts: Any = MagicMock(are_stale=False, capture=None)
+    drafts.follow.return_value = DeviceProposals(trees, 0, 3)  # type: ignore[arg-type]
+    scheduler: Any = MagicMock()
+    scheduler.going_on.return_value = running.sequences
+    scheduler.schedule_ahead.return_value = None
+
+    def submit(step: Step) -> Any:
+        assert step.ahead is not None
+        step.ahead.await_trees(lambda: trees.is_abandoned)
+        return MagicMock(num_rows=4)
+
+    executor.submit.side_effect = submit
+    overlap = OverlapScheduler(executor, scheduler, drafts)
+    assert overlap.start_behind(running, lambda going: Plan([3], 4)) is not None
+    assert trees.is_abandoned

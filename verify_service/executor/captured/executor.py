@@ -120,12 +120,19 @@ class GraphExecutor(EagerExecutor):
         captured = capture or graphs.capture
         if self._filler.members.is_two_phase:
             has_logprobs = _has_logprobs(sequences)
-            graphs.two_phase.prepare(len(batch), num_rows, captured, has_logprobs, step.settle)
+            two_phase = graphs.two_phase
+            kind = two_phase.prepare(len(batch), num_rows, captured, has_logprobs, step.settle)
+            has_graph = two_phase.has_graph(kind)
         else:
-            graphs.prepare(len(batch), num_rows, captured, *self._flags, step.settle)
+            kind = graphs.prepare(len(batch), num_rows, captured, *self._flags, step.settle)
+            has_graph = graphs.has_graph(kind)
         graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
+            if not has_graph:  # launches and allocations wait for the device where there are many
+                fetched = torch.cuda.Event()
+                fetched.record()
+                ahead.await_trees(fetched.query)
             if self._filler.members.is_two_phase and any(
                 tree is not None and sequence.is_masked
                 for sequence, tree in zip(sequences, ahead.trees, strict=True)

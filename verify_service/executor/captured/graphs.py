@@ -87,7 +87,7 @@ class DecodeGraphs:
             settle: See `Step`; called where there is no graph.
         """
         kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
-        if self._steps.get(kind) is None:
+        if not self.has_graph(kind):
             settle()
         if kind not in self._steps:
             if self._listener is not None:
@@ -96,6 +96,10 @@ class DecodeGraphs:
             compute = partial(self._compute, kind)
             self._steps.add(kind, partial(self._capturing.record, compute))
         return kind
+
+    def has_graph(self, kind: StepKind) -> bool:
+        """Returns whether steps of a kind were captured; others run operation by operation."""
+        return self._steps.get(kind) is not None
 
     def start(
         self,

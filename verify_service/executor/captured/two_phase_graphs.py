@@ -98,7 +98,7 @@ class TwoPhaseGraphs:
         """Captures the graphs of `start`, unless they exist. See `DecodeGraphs.prepare`."""
         batch = self._shapes.batch_size(num_sequences)
         kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
-        if self._graphs.get(kind) is None:
+        if not self.has_graph(kind):
             settle()
         if kind not in self._graphs:
             if self._listener is not None:
@@ -107,6 +107,10 @@ class TwoPhaseGraphs:
             self._graphs.add(kind, partial(self._capture, kind))
             self._buffers.upload(num_sequences)  # capturing has changed the records
         return kind
+
+    def has_graph(self, kind: StepKind) -> bool:
+        """See `DecodeGraphs.has_graph`."""
+        return self._graphs.get(kind) is not None
 
     def start(
         self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
