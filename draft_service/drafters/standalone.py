@@ -30,6 +30,7 @@ from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
 from foredraft.attention.base import Batch
 from foredraft.config.services import DraftConfig
+from foredraft.config.speculation_checks import MOST_STEPS_AHEAD
 from foredraft.errors import AttachRefused, ConfigError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.conversions import convert_linears
@@ -141,8 +142,13 @@ class StandaloneDrafter(PagedDrafter):
     def _check_limits(self, limits: Limits) -> None:
         super()._check_limits(limits)
         steps, topk, nodes = limits
-        if self._drafts_ahead and (topk, nodes) != (1, steps):
-            raise AttachRefused("limits", "with --speculative-draft-ahead trees must be chains")
+        is_short_chain = (topk, nodes) == (1, steps) and steps <= MOST_STEPS_AHEAD
+        if self._drafts_ahead and not is_short_chain:
+            raise AttachRefused(
+                "limits",
+                f"with --speculative-draft-ahead trees must be chains of at most {MOST_STEPS_AHEAD}"
+                " tokens",
+            )
 
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         config = self._model.config

@@ -14,6 +14,9 @@ _UNUSED = {
         "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
     ),
 }
+# Drafting ahead needs KV for each level of each outcome, in every slot: with 8 levels for 224
+# tokens, with 32 for 3,200.
+MOST_STEPS_AHEAD = 8
 
 
 def check_together(algorithms: Sequence[str], model_path: str) -> None:
@@ -182,6 +185,8 @@ def why_not_ahead(config: SpeculationFlags) -> str:
         )
     if (config.speculative_eagle_topk or 1) > 1:
         return "drafts chains: --speculative-eagle-topk must be 1"
+    if (config.speculative_num_steps or 0) > MOST_STEPS_AHEAD:
+        return f"drafts chains of at most {MOST_STEPS_AHEAD} tokens: lower --speculative-num-steps"
     if config.speculative_ngram_override:
         return "does not go with --speculative-ngram-override, whose steps go through the host"
     return ""

@@ -58,10 +58,10 @@ class SpeculationFlags:
     )
     speculative_draft_ahead: bool | None = option(
         None,
-        "STANDALONE chains on a GPU: while the target verifies one or two sequences, their draft"
-        " prepares the chains that follow the likeliest outcomes, and the target does not wait"
-        " where one was right. Each batch size keeps it only while steps are faster by it (default:"
-        " on with a --draft-device that has no rank of the target).",
+        "STANDALONE chains of up to 8 tokens on a GPU: while the target verifies one or two"
+        " sequences, their draft prepares the chains that follow the likeliest outcomes, and the"
+        " target does not wait where one was right. Each batch size keeps it only while steps are"
+        " faster by it (default: on with a --draft-device that has no rank of the target).",
     )
     speculative_draft_model_quantization: str = option(
         "unquant",

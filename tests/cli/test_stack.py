@@ -170,6 +170,14 @@ def test_drafting_ahead_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             },
             [False],
         ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "draft_device": 1,
+                "speculative_num_steps": 9,
+            },
+            [False],
+        ),
         ({"speculative_algorithm": "STANDALONE,NGRAM", "draft_device": 1}, [True, False]),
         ({"speculative_algorithm": "NGRAM", "draft_device": 1}, [False]),
     ],

@@ -173,6 +173,15 @@ ILLEGAL: list[tuple[dict[str, Any], list[str]]] = [
         {
             "speculative_algorithm": "STANDALONE",
             "speculative_draft_model_path": "m",
+            "speculative_num_steps": 9,
+            "speculative_draft_ahead": True,
+        },
+        ["--speculative-draft-ahead", "--speculative-num-steps"],
+    ),
+    (
+        {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": "m",
             "speculative_ngram_override": True,
             "speculative_draft_ahead": True,
         },

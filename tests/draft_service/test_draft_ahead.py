@@ -179,10 +179,13 @@ def test_any_schedule_gives_the_trees_of_steps_by_value(
         assert found[0] == found[1]
 
 
-def test_trees_are_refused(drafters: dict[str, PagedDrafter]) -> None:
+@pytest.mark.parametrize("shape", [(3, 2, 6), (9, 1, 10)])
+def test_trees_and_long_chains_are_refused(
+    shape: tuple[int, int, int], drafters: dict[str, PagedDrafter]
+) -> None:
     with (
-        pytest.raises(AttachRefused, match="trees must be chains"),
-        proposing(drafters["standalone"], (3, 2, 6), ahead=True),
+        pytest.raises(AttachRefused, match="trees must be chains of at most 8 tokens"),
+        proposing(drafters["standalone"], shape, ahead=True),
     ):
         pass
 
