@@ -17,8 +17,8 @@ _TARGET_KEYS = ("verifier_name_or_path", "target_model_name_or_path", "target_mo
 
 
 def model_checksum(directory: Path) -> str:
-    """Computes the checksum of a whole model: equal for models that compute the same, whatever
-    notes config.json has beside what is read of it. See `checksum` for the weights.
+    """Computes the checksum of a whole model, which notes in config.json do not change: of what
+    is read of that file, and of the weights as `checksum` samples them.
     """
     config = _fields(ModelConfig.from_dir(directory))
     return _checksum(directory, json.dumps(config, sort_keys=True).encode())

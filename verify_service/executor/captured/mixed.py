@@ -196,7 +196,7 @@ class MixedGraphs:
     @property
     def num_graphs(self) -> int:
         """Number of captured graphs."""
-        return len(self._graphs)
+        return sum(graph is not None for graph in self._graphs.values())
 
     def _lengths(self, size: int) -> tuple[int, ...]:
         """Returns the lengths of the parts of an upload.

@@ -141,7 +141,8 @@ class TwoPhaseGraphs:
         self.tables.upload_masks(step.turn, num_masks)
         if graphs is not None:
             graphs.choice.replay()
-        elif computed is not None:
+        else:
+            assert computed is not None
             self._step.choose(step.kind, computed)
         return self._buffers.download(step.kind, step.num_sequences, step.output)
 
