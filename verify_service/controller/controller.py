@@ -222,9 +222,11 @@ class Controller:
             # Who leaves must read much to come back.
             stays = config.margin**-2 if is_known else 1.0
             least = (config.margin if is_start else stays) * len(candidates) / bank.step
-            if is_start and bank.is_full and not (is_known or are_beside):
-                # A full bank earns nothing more: it pays for a trial that seems to lose little.
-                least /= 1 + 1 / config.prior_outcomes
+            if bank.is_full and not (is_known or are_beside):
+                # A full bank earns nothing more: it pays for a trial that seems to lose little, and
+                # for the first one in any case.
+                least /= 1 + is_start / config.prior_outcomes
+                least *= evidence > 0
             self._pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)

@@ -47,3 +47,11 @@ def test_ngrams_that_gained_much_are_asked_again_soon() -> None:
 def test_the_first_request_drafts_in_its_first_steps(draft: cold_start.Drafts) -> None:
     for batch, is_sampled in ((1, False), (4, True)):
         assert cold_start.serve(draft, batch, is_sampled, True, "default", 0).first <= 8
+
+
+@pytest.mark.parametrize("draft", cold_start.FAST_DRAFTS, ids=lambda draft: draft.name)
+def test_a_slow_self_test_keeps_no_first_request_from_drafting(draft: cold_start.Drafts) -> None:
+    """Rivals slow the draft while it is timed, so that it does not seem to pay, in some of these
+    stacks."""
+    for seed in (6, 8, 14, 15, 21):
+        assert cold_start.serve(draft, 4, False, True, "default", seed).first <= 8
