@@ -225,8 +225,7 @@ class Controller:
             if bank.is_full and not (is_known or are_beside):
                 # A full bank earns nothing more: it pays for a trial that seems to lose little, and
                 # for the first one in any case.
-                least /= 1 + is_start / config.prior_outcomes
-                least *= evidence > 0
+                least *= (evidence > 0) / (1 + is_start / config.prior_outcomes)
             self._pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
             self.keeps_states = not (is_start and not self._pays and is_frequent)
