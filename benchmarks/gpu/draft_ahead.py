@@ -6,7 +6,7 @@ often the next chain was ready.
     python -m benchmarks.gpu.draft_ahead --draft 0.5b --draft-device 0 --mps
     python -m benchmarks.gpu.draft_ahead --shape llama-70b --quantization fp8 --tp 2 --batch 1 2
 
-Weights are random, but what follows a token is related (`benchmarks.gpu.successors`): acceptance
+Weights are random, but what follows a token is related (`testing.successors`): acceptance
 and hits are real, at rates that were chosen; a draft that drafts ahead has the accept length of one
 that does not. Each batch runs until the draft has judged what is faster. 256-token prompts,
 temperature 0, everything drafted.
@@ -22,11 +22,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import successors
 from benchmarks.gpu.runs import run_batch, time_decoding
 from benchmarks.gpu.shapes import LLAMA_8B, TARGETS, engine_flags, write_checkpoints
 from draft_service.drafters.ahead_policy import NUM_TURNS, TURN_STEPS
 from foredraft.cli import mps
+from testing import successors
 from testing.drafts import DraftProcess, card_variables
 from testing.engines import running_engine
 from testing.stack import free_port
@@ -86,7 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         number = args.tp if args.draft_device is None else args.draft_device
-        DraftProcess.module = Workers.module = "benchmarks.gpu.successors"
+        DraftProcess.module = Workers.module = "testing.successors"
         successors.install(is_draft=False)
         target, _ = write_checkpoints(Path(folder), args.layers, args.shape)
         draft = Path(folder) / args.draft

@@ -3,7 +3,7 @@ target always takes, and which a draft ranks first, second, third, or nowhere.
 
 Layers compute as ever, but the residual stream is so large that they do not change what follows.
 Loading with --load-format dummy gives such models in a process where `install` was called.
-`python -m benchmarks.gpu.successors` does so and runs the draft service with the flags that follow,
+`python -m testing.successors` does so and runs the draft service with the flags that follow,
 or without flags another rank of the target. With ALWAYS_AHEAD in its environment a draft drafts
 ahead whatever it costs.
 """
