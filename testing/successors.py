@@ -22,7 +22,7 @@ from foredraft.models.decoder import DecoderModel
 # the accept length and the hits of foredraft-demo and its draft (docs/measurements/gpu.md).
 RANKED = (0.72, 0.126, 0.042)
 WEIGHTS = (1.0, 0.8, 0.65)  # of a token's three likeliest followers
-STREAM = 1000.0  # size of the residual stream, of which layers change little
+STREAM = 1000.0  # the residual stream is so large that layers hardly change it
 SEED = 5
 
 

@@ -97,8 +97,8 @@ def load(mode: str, block_size: int) -> tuple[HeadDrafter, ModelConfig]:
 
 def measure(mode: str, drafter: HeadDrafter, config: ModelConfig, args: argparse.Namespace) -> None:
     """Prints a line for every batch."""
-    size = args.block_size
-    steps, topk, tokens = (size, 1, size + 1) if mode in BLOCKS else MODES[mode]
+    block = args.block_size
+    steps, topk, tokens = (block, 1, block + 1) if mode in BLOCKS else MODES[mode]
     limits = draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens)
     info = drafter.info()
     batch = max(args.batch)

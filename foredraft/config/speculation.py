@@ -106,7 +106,7 @@ def _own_fields(config: SpeculationConfig, name: str) -> dict[str, Any]:
     if not traits.may_have_modules and any(one.may_have_modules for one in all_traits):
         fields["enable_multi_layer_eagle"] = False
     if traits.reads_hidden and "STANDALONE" in config.algorithms:
-        fields["speculative_draft_ahead"] = False  # as meant for the others
+        fields["speculative_draft_ahead"] = False  # the flag is STANDALONE's
     return fields
 
 

@@ -75,7 +75,7 @@ def test_time_between_steps_that_are_not_consecutive_is_nobodys() -> None:
     steps = Steps()
     for _ in range(TRIAL):
         steps.run(2, 1, constant(0.9, 1.0))
-        steps.step += 1  # one through the host, of which the policy hears nothing
+        steps.step += 1  # a step through the host, which the policy is not told of
         steps.now += 5.0 if steps.step % 2 else 0.1
     assert steps.run(1, 1, constant(0.9, 1.0)) == [True]
     steps = Steps()

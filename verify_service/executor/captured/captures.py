@@ -36,6 +36,10 @@ class Captures(dict[Kind, Graphs | None], Generic[Kind, Graphs]):
         super().__init__()
         self._shortage = shortage
 
+    def has_graphs(self, kind: Kind) -> bool:
+        """Returns whether a kind was captured; others run operation by operation."""
+        return self.get(kind) is not None
+
     def add(self, kind: Kind, capture: Callable[[], Graphs]) -> None:
         """Captures what a kind needs, unless memory runs out."""
 

@@ -99,7 +99,7 @@ class DecodeGraphs:
 
     def has_graph(self, kind: StepKind) -> bool:
         """Returns whether steps of a kind were captured; others run operation by operation."""
-        return self._steps.get(kind) is not None
+        return self._steps.has_graphs(kind)
 
     def start(
         self,

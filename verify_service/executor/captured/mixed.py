@@ -135,7 +135,7 @@ class MixedGraphs:
         num_rows = sum(len(one.tokens) for one in rows)
         size = next(size for size in self.sizes if size >= num_rows)
         kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
-        if self._graphs.get(kind) is None:
+        if not self._graphs.has_graphs(kind):
             settle()
         wanted = self._upload(kind, rows)
         if kind not in self._graphs:

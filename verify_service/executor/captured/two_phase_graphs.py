@@ -110,7 +110,7 @@ class TwoPhaseGraphs:
 
     def has_graph(self, kind: StepKind) -> bool:
         """See `DecodeGraphs.has_graph`."""
-        return self._graphs.get(kind) is not None
+        return self._graphs.has_graphs(kind)
 
     def start(
         self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
