@@ -27,7 +27,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]
-    work(ProcessGroup.join(rank, size, store, NoLog()), *args)
+    work(ProcessGroup.join(rank, size, size, store, NoLog()), *args)
 
 
 def run_ranks(size: int, directory: Path, work: Callable[..., Any], *args: Any) -> None:

@@ -66,7 +66,7 @@ def main() -> int:
         store = _store(join)
         inbox, host = _inbox(join, store)
         threading.Thread(target=_beat, args=(inbox,), name="heartbeat", daemon=True).start()
-        group = group_class(config).join(join.rank, join.size, store, inbox, host)
+        group = group_class(config).join(join.rank, join.size, join.num_local, store, inbox, host)
         os.eventfd_write(join.joined, 1)
         Worker(join, load_share(config, group), inbox, group).run()
     except ForedraftError as error:

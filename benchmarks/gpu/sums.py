@@ -43,7 +43,7 @@ def main() -> int:
 def _measure(rank: int, args: argparse.Namespace, port: int) -> None:
     """Runs a rank; the first one prints."""
     store = TCPStore("127.0.0.1", port, args.ranks, rank == 0, wait_for_workers=False)
-    group = CudaGroup.join(rank, args.ranks, store, NoLog())
+    group = CudaGroup.join(rank, args.ranks, args.ranks, store, NoLog())
     memory, device = group._memory, torch.device("cuda", rank)
     assert memory is not None, "the cards cannot reach each other's memory"
     if rank == 0:

@@ -130,21 +130,20 @@ class RanksConfig:
         """Raises ConfigError where ranks cannot run on GPUs.
 
         Args:
-            num_gpus: Number of GPUs that ranks see; None where it is not known yet.
+            num_gpus: Number of GPUs that ranks of this host see; None where it is not known yet.
         """
-        size = self.tensor_parallel_size
-        if size == 1:
+        size, num_hosts = self.tensor_parallel_size, self.nodes().count
+        if size == 1 or num_gpus is None or size // num_hosts <= num_gpus:
             return
-        if self.nodes().count > 1:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} over several hosts is for CPUs so far: give"
-                " --device cpu, or ranks of one host"
-            )
-        if num_gpus is not None and size > num_gpus:
-            raise ConfigError(
-                f"--tensor-parallel-size {size} needs as many GPUs, one for each rank, and there"
-                f" are {num_gpus}: give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
-            )
+        here = (
+            f" needs {size // num_hosts} GPUs on each host"
+            if num_hosts > 1
+            else " needs as many GPUs"
+        )
+        raise ConfigError(
+            f"--tensor-parallel-size {size}{here}, one for each rank, and there are {num_gpus}:"
+            " give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _can_share(what: str, number: int, size: int) -> bool:

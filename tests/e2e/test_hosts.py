@@ -8,16 +8,15 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from testing.hosts import Host, other_ranks
 from testing.stack import eventually, free_port, is_idle, long_answer, make_model, running_stack
 
-ROOT = Path(__file__).parents[2]
 NAMESPACE = f"foredraft-{os.getpid()}"
 # A network interface's name has 15 letters, and tests may run beside each other.
 LINKS = (f"fd{os.getpid()}a", f"fd{os.getpid()}b")
@@ -56,38 +55,6 @@ def other_host() -> Iterator[tuple[str, list[str]]]:
             subprocess.run(["ip", "netns", "del", NAMESPACE], check=False, capture_output=True)
 
 
-class Host:
-    """Host 1: `foredraft serve` there, and what it logs."""
-
-    def __init__(self, before: list[str], *flags: str) -> None:
-        command = [*before, sys.executable, "-m", "foredraft.cli.main", "serve", *flags]
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        self._reader = concurrent.futures.ThreadPoolExecutor(1)
-        self._reader.submit(self._read)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        self.lines.extend(self.process.stdout)
-
-    def __enter__(self) -> "Host":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.process.terminate()
-        self.process.wait(120)
-        self._reader.shutdown()
-        print("".join(f"host 1: {line}" for line in self.lines))
-
-
-def other_ranks(lines: list[str]) -> list[int]:
-    """Processes on host 1, by what rank 0 has logged last."""
-    [*_, joined] = [line for line in lines if "ranks have joined" in line]
-    return [int(pid) for pid in re.findall(r"pid (\d+) on ", joined)]
-
-
 def test_two_hosts_answer_and_a_lost_rank_is_named(
     model: Path, other_host: tuple[str, list[str]]
 ) -> None:
@@ -105,7 +72,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
     given += ["--node-rank=1", f"--model-path={model}", "--device=cpu", "--num-threads=1"]
     given += ["--port=0", "--grpc-port=0"]
     lines: list[str] = []
-    with Host(before, *given) as host, running_stack(model, lines, **flags) as stack:
+    with Host(given, before) as host, running_stack(model, lines, **flags) as stack:
         url = stack.urls["http"]
         assert long_answer(url) == expected
         first, second = other_ranks(lines)

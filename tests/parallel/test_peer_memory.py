@@ -152,7 +152,7 @@ def on_card(rank: int, meeting: str) -> None:
     is_first = rank == 0
     port = int(Path(meeting).read_text())
     store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_first, wait_for_workers=False)
-    group = CudaGroup.join(rank, NUM_RANKS, store, NoLog())
+    group = CudaGroup.join(rank, NUM_RANKS, NUM_RANKS, store, NoLog())
     memory, device = group._memory, torch.device("cuda", rank)
     assert memory is not None
     exchange(memory, device)

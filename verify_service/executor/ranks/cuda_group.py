@@ -1,6 +1,6 @@
-"""Connects the ranks of one model on several GPUs of a host.
+"""Connects the ranks of one model on several GPUs.
 
-NCCL moves bytes; small blocks go through memory that the ranks can write at each other.
+NCCL moves bytes; on one host small blocks go through memory that the ranks can write at each other.
 """
 
 import logging
@@ -43,20 +43,30 @@ class CudaGroup(ProcessGroup):
 
     @classmethod
     def join(
-        cls, rank: int, size: int, store: Any, log: CollectiveLog, host: str = "127.0.0.1"
+        cls,
+        rank: int,
+        size: int,
+        num_local: int,
+        store: Any,
+        log: CollectiveLog,
+        host: str = "127.0.0.1",
     ) -> "CudaGroup":
-        """Joins as ProcessGroup does; the rank uses the card of its number, and ignores `host`."""
-        torch.cuda.set_device(rank)
+        """Joins as ProcessGroup does; the rank uses the card of its number on its host, and NCCL
+        finds its own address.
+        """
+        card = rank % num_local
+        torch.cuda.set_device(card)
         dist.init_process_group(
             "nccl",
             store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-            device_id=torch.device("cuda", rank),
+            device_id=torch.device("cuda", card),
         )
-        memory, mappings = _peer_memory(rank, size, store)
-        return cls(rank, size, dist.group.WORLD, log, memory, mappings)
+        if num_local < size:  # memory of other hosts' cards is out of reach
+            return cls(rank, size, dist.group.WORLD, log, None)
+        return cls(rank, size, dist.group.WORLD, log, *_peer_memory(rank, size, store))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""

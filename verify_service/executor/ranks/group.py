@@ -48,6 +48,7 @@ class ProcessGroup:
         cls,
         rank: int,
         size: int,
+        num_local: int,
         store: Any,
         log: CollectiveLog,
         host: str = "127.0.0.1",
@@ -57,6 +58,7 @@ class ProcessGroup:
         Args:
             rank: Number of this rank.
             size: Number of ranks.
+            num_local: Number of ranks of each host.
             store: Store of torch.distributed that all ranks use to find each other.
             log: Records each collective.
             host: Address at which the others reach this host.

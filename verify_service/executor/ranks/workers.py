@@ -93,7 +93,7 @@ class Join:
         config: Configuration of the verifier.
         rank: Number of the worker.
         size: Number of ranks.
-        num_local: Number of ranks on rank 0's host.
+        num_local: Number of ranks on each host.
         host, port: Address of the store that ranks use to find each other.
         file, bells: Descriptors of the board; -1 and empty on other hosts than rank 0's.
         joined: Descriptor of the eventfd that counts the ranks that have joined.
@@ -276,7 +276,7 @@ class Ranks:
             for stream in board.streams:
                 stream.close()
             raise
-        group = group_class(config).join(0, size, store, board, host)
+        group = group_class(config).join(0, size, num_local, store, board, host)
         watchdog.watch_group(group)
         others = [f"pid {process.pid}" for process in workers.processes]
         others += [stream.name for stream in board.streams]
