@@ -64,6 +64,9 @@ def time_decoding(harness: Harness, batch: int, prompt_tokens: int, output_token
 
     Time and tokens count from when all sequences have their first token, so no prompt is part of
     them.
+
+    Raises:
+        ValueError: A sequence ended before the last one had its first token.
     """
     rng = random.Random(1)
     for num_tokens in (48, output_tokens):
@@ -71,6 +74,8 @@ def time_decoding(harness: Harness, batch: int, prompt_tokens: int, output_token
         results = harness.run(jobs, timeout=600)
     started = max(result.arrivals[0][0] for result in results)
     later = [[one for one in result.arrivals if one[0] > started] for result in results]
+    if not all(later):
+        raise ValueError(f"{output_tokens} output tokens are too few for these prompts")
     seconds = max(arrivals[-1][0] for arrivals in later) - started
     num_tokens = sum(count for arrivals in later for _, count in arrivals)
     num_steps = [len(arrivals) for arrivals in later]
