@@ -6,6 +6,8 @@ to `MOST_ROWS` rows the kernels do this in registers; for more the whole matrix 
 each product.
 """
 
+from typing import Literal, NamedTuple
+
 import torch
 from torch import nn
 
@@ -16,7 +18,9 @@ from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 
 MOST_ROWS = 512  # maximum rows of the kernels that dequantise in registers
-_FEW_ROWS = 32  # up to which the parts of the inputs are summed up side by side
+_FEW_ROWS = 8  # up to which the warps of a program sum up a part of the inputs each
+_FEW_GATED_ROWS = 32  # the same for gated outputs, whose parts no kernel adds up later
+_PARTED_ROWS = 256  # up to which programs sum up a part of the inputs each
 _UNITS = (32, 16)  # words of a unit, see `words_kernels`
 _PARTS = (4, 2, 1)  # parts of the inputs
 _WIDE = 16384  # outputs from which on there are programs enough that have all inputs
@@ -25,6 +29,23 @@ _PART_MULTIPLE = (
     128  # inputs of a part are a multiple of this: tiles of dequantised weights are whole
 )
 _H200_SHARED = 232448
+
+
+class _Tile(NamedTuple):
+    """What a program computes, and with what.
+
+    Attributes:
+        parts_by: What sums up the parts of the inputs: the warps of a program, programs, or a
+            program in turns.
+        rows, outputs: Size of the tile.
+        warps, stages: Of the program.
+    """
+
+    parts_by: Literal["warps", "programs", "turns"]
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
 
 
 class WordsMethod(LinearMethod):
@@ -84,15 +105,23 @@ class WordsMethod(LinearMethod):
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
-        if _fits_registers(x):
+        if not _fits_registers(x):
+            return exact_gemm.multiply_parts(x, self.dequantized(linear), linear.bias, self._parts)
+        out = self._multiply(linear, x)
+        return out if out.dim() == 2 else _added_up(out, linear.bias, x.dtype)
+
+    def apply_deferred(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See LinearMethod."""
+        if linear.bias is None and _fits_registers(x):
             return self._multiply(linear, x)
-        return exact_gemm.multiply_parts(x, self.dequantized(linear), linear.bias, self._parts)
+        return self.apply(linear, x)
 
     def apply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor | None:
         """See LinearMethod."""
         return self._multiply(linear, x, gated=True) if _fits_registers(x) else None
 
     def _multiply(self, linear: Linear, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        """Computes x W^T + b, or float32 [parts, rows, outputs], the parts of x W^T."""
         from foredraft.layers import words_kernels as kernels
 
         rows, words = x.shape[0], linear.weight.shape[1]
@@ -101,64 +130,68 @@ class WordsMethod(LinearMethod):
             found = words_native.multiply(linear, x, self._group, self._parts, gated, self._form)
             if found is not None:
                 return found
-        out = x.new_empty((rows, outputs))
-        is_few = self._is_few(rows)
-        block_m, block_n, warps, stages = self._tile(rows, outputs, gated)
-        lines = 2 * block_n if gated else block_n
-        stages = self._fitting(stages, lines, rows, block_m, shared_memory(x.device))
-        row_blocks, column_blocks = -(-rows // block_m), -(-outputs // block_n)
-        kernel = kernels.multiply_few if is_few else kernels.multiply_some
-        kernel[(column_blocks,) if is_few else (row_blocks, column_blocks)](
-            x, linear.weight, linear.scales, x if linear.bias is None else linear.bias, out,
+        tile = self._tile(rows, outputs, gated)
+        stages = self._fitting(tile, gated, shared_memory(x.device))
+        grid: tuple[int, ...] = (-(-outputs // tile.outputs),)
+        out, bias = x.new_empty((rows, outputs)), linear.bias
+        kernel, variant = kernels.multiply_few, {}
+        if tile.parts_by != "warps":
+            grid = -(-rows // tile.rows), *grid
+            kernel, variant = kernels.multiply_some, {"PARTED": tile.parts_by == "programs"}
+        if tile.parts_by == "programs":
+            grid, bias = (*grid, self._parts), None
+            out = x.new_empty((self._parts, rows, outputs), dtype=torch.float32)
+        kernel[grid](
+            x, linear.weight, linear.scales, x if bias is None else bias, out,
             rows, outputs, words, BITS=self._bits,
             GROUP=0 if self._group == linear.num_inputs else self._group, UNIT=self._unit,
-            PARTS=self._parts, HAS_BIAS=linear.bias is not None, GATED=gated, BLOCK_N=block_n,
-            BLOCK_M=block_m, ASM=self._bits == 4 and x.is_cuda, FORM=int(self._form),
-            num_warps=warps, num_stages=stages, **overlapped(x.device),
+            PARTS=self._parts, HAS_BIAS=bias is not None, GATED=gated, BLOCK_N=tile.outputs,
+            BLOCK_M=tile.rows, ASM=self._bits == 4 and x.is_cuda, FORM=int(self._form),
+            num_warps=tile.warps, num_stages=stages, **variant, **overlapped(x.device),
         )  # fmt: skip
         return out
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
         weight = linear.num_outputs * linear.num_inputs * itemsize
-        return ProductBytes(num_rows * linear.num_outputs * itemsize, weight)
+        parts = min(num_rows, _PARTED_ROWS) * self._parts * 4 if self._parts > 1 else 0
+        return ProductBytes(linear.num_outputs * max(num_rows * itemsize, parts), weight)
 
-    def _is_few(self, rows: int) -> bool:
-        """Returns whether the parts are summed up side by side, each by a warp."""
-        return self._parts > 1 and rows <= _FEW_ROWS
-
-    def _tile(self, rows: int, outputs: int, gated: bool) -> tuple[int, int, int, int]:
-        """Returns a program's rows and outputs, warps and stages: the fastest of a sweep on an
-        H200 over the matrices of Llama-3.1-8B.
-        """
+    def _tile(self, rows: int, outputs: int, gated: bool) -> _Tile:
+        """Returns the fastest tile of a sweep on an H200 over the matrices of Llama-3.1-8B."""
         block_m = max(8, power_of_two(rows))
-        if self._is_few(rows):
-            return block_m, 64 if outputs >= _MANY and not gated else 32, self._parts, 3
         if self._parts == 1:
-            return min(block_m, 128), 64, 8 if block_m > 16 else 4, 4 if block_m == 16 else 3
+            block_n = 128 if block_m == 64 else 64
+            warps, stages = 8 if block_m > 16 else 4, 4 if block_m == 16 else 3
+            return _Tile("turns", min(block_m, 128), block_n, warps, stages)
+        if rows <= (_FEW_GATED_ROWS if gated else _FEW_ROWS):
+            block_n = 64 if outputs >= _MANY and not gated else 32
+            return _Tile("warps", block_m, block_n, self._parts, 3)
+        if rows <= _PARTED_ROWS and not gated:
+            return _Tile("programs", min(block_m, 64), 128, 4, 3 if block_m <= 32 else 2)
         if rows <= 128:
-            return 32 if rows <= 64 else 64, 64, 4, 3
-        return 128 if rows > 256 or outputs >= _MANY else 64, 128, 8, 3
+            return _Tile("turns", 32 if rows <= 64 else 64, 64, 4, 3)
+        return _Tile("turns", 128 if rows > 256 or outputs >= _MANY else 64, 128, 8, 3)
 
-    def _fitting(self, stages: int, lines: int, rows: int, block_m: int, room: int) -> int:
+    def _fitting(self, tile: _Tile, gated: bool, room: int) -> int:
         """Limits the number of stages to what shared memory holds.
 
-        A stage holds a unit of x, its words and their factors, with few rows one of each part. One
-        stage fewer is under way at a time; of x another is being read by the matrix units.
+        A stage holds a unit of x, its words and their factors, one of each part where warps have
+        parts. One stage fewer is under way at a time; of x another is being read by the matrix
+        units.
 
         Args:
-            stages: Number of stages wanted.
-            lines: Outputs of W that a program reads.
-            rows: Rows of x.
-            block_m: Rows of a program.
+            tile: Tile whose stages are wanted.
+            gated: Whether a program reads two outputs of W for each of its own.
             room: Bytes of shared memory that a program may use.
         """
         inputs = self._unit * (32 // self._bits)
-        x = inputs * block_m * self._dtype.itemsize
+        x = inputs * tile.rows * self._dtype.itemsize
+        lines = 2 * tile.outputs if gated else tile.outputs
         stage = x + (self._unit + max(1, inputs // self._group)) * lines * 4
-        if self._is_few(rows):
+        if tile.parts_by == "warps":
             stage, x = stage * self._parts, 0
-        return max(1, min(stages, (room - x) // stage + 1))
+        return max(1, min(tile.stages, (room - x) // stage + 1))
 
     def dequantized(self, linear: Linear) -> torch.Tensor:
         """Returns the weights [outputs, inputs] in the activations' data type."""
@@ -178,6 +211,19 @@ class WordsMethod(LinearMethod):
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.contiguous(), requires_grad=False)
+
+
+def _added_up(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the sum of float32 [parts, rows, outputs], and of the bias, rounded to `dtype`."""
+    from foredraft.layers import words_kernels as kernels
+
+    count, rows, outputs = parts.shape
+    out = parts.new_empty((rows, outputs), dtype=dtype)
+    kernels.add_parts[(rows, -(-outputs // 1024))](
+        parts, out if bias is None else bias, out, outputs, PARTS=count,
+        HAS_BIAS=bias is not None, BLOCK=1024, **overlapped(parts.device),
+    )  # fmt: skip
+    return out
 
 
 def _fits_registers(x: torch.Tensor) -> bool:

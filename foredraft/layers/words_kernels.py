@@ -213,10 +213,14 @@ def multiply_few(
 def multiply_some(
     x_ptr, w_ptr, factors_ptr, bias_ptr, out_ptr, rows, outputs, words,
     BITS: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, ASM: tl.constexpr, FORM: tl.constexpr, PARTED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Computes the same as `multiply_few` for more rows: a program sums up one part after the
     other, of BLOCK_M rows.
+
+    With PARTED, program (i, j, k) sums up part k alone, into out[k] in float32, without bias and
+    gates.
     """
     LINES: tl.constexpr = BLOCK_N * 2 if GATED else BLOCK_N
     PLANES: tl.constexpr = 32 // BITS
@@ -238,7 +242,10 @@ def multiply_some(
         tl.extra.cuda.gdc_launch_dependents()
     if GROUP == 0:
         own = _factors(factors_ptr + source, ASM, BITS, TYPE, FORM)
-    for part in range(PARTS):
+    first_part = tl.program_id(2)
+    if PARTED:
+        out_ptr += first_part.to(tl.int64) * rows * outputs
+    for part in range(first_part, first_part + (1 if PARTED else PARTS)):
         acc = tl.zeros([LINES, BLOCK_M], tl.float32)
         for start in range(part * share, (part + 1) * share, UNIT):
             tile = tl.load(w + start)
@@ -255,6 +262,29 @@ def multiply_some(
         total, bias_ptr, out_ptr, source, first_n, m, rows, outputs,
         HAS_BIAS, GATED, BLOCK_N, BLOCK_M,
     )  # fmt: skip
+
+
+@triton.jit
+def add_parts(
+    parts_ptr, bias_ptr, out_ptr, outputs,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The sum of PARTS and the bias; program (i, j) has BLOCK outputs of row i."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_n = n < outputs
+    at = parts_ptr + row.to(tl.int64) * outputs + n
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.load(at, mask=in_n, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(at + part * rows.to(tl.int64) * outputs, mask=in_n, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)
+    tl.store(
+        out_ptr + row.to(tl.int64) * outputs + n, total.to(out_ptr.dtype.element_ty), mask=in_n
+    )
 
 
 @triton.jit

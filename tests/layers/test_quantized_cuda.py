@@ -119,6 +119,18 @@ def test_inputs_in_parts(name, inputs):
         assert INTERPRETED or torch.equal(got, many[:count]), count
 
 
+@pytest.mark.parametrize("name", ["int4-128", "int8"])
+def test_deferred_parts_add_up_to_the_product(name):
+    linear, _ = make(name, (48, 1024), DTYPES[0], bias=False)
+    for count in (1, 9, 64, 100):
+        x = rows(64, 1024, DTYPES[0]).repeat(2, 1)[:count].contiguous()
+        found = linear.deferred(x)
+        assert (found.dim() == 3) == (count > 8)
+        if found.dim() == 3:
+            found = (found[0] + found[1] + found[2] + found[3]).to(x.dtype)
+        assert torch.equal(found, linear(x))
+
+
 @needs_gpu
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (896, 4864), (4864, 896)])
 @pytest.mark.parametrize("name", ["int4-128", "int8"])

@@ -21,12 +21,12 @@ def test_no_tile_needs_more_shared_memory_than_a_card_has(scheme: WeightScheme, 
         method = WordsMethod(scheme, 4096, outputs, torch.bfloat16)
         for rows in (1, 16, 17, 32, 33, 64, 65, 256, MOST_ROWS):
             for is_gated in (False, True):
-                block_m, block_n, warps, stages = method._tile(rows, outputs, is_gated)
-                lines = 2 * block_n if is_gated else block_n
-                fitting = method._fitting(stages, lines, rows, block_m, room)
+                tile = method._tile(rows, outputs, is_gated)
+                lines = 2 * tile.outputs if is_gated else tile.outputs
+                fitting = method._fitting(tile, is_gated, room)
                 # A stage holds a unit of words, and of x what these words' numbers are multiplied
-                # with; with few rows each warp has its own part. One of them is not under way.
-                operands = 32 // scheme.bits * block_m * 2 + lines * 4
-                units = method._unit * (warps if method._is_few(rows) else 1)
-                assert 1 <= fitting <= stages
+                # with; where each warp has its own part, one of each. One is not under way.
+                operands = 32 // scheme.bits * tile.rows * 2 + lines * 4
+                units = method._unit * (tile.warps if tile.parts_by == "warps" else 1)
+                assert 1 <= fitting <= tile.stages
                 assert (fitting - 1) * units * operands <= room
