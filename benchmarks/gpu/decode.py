@@ -12,6 +12,7 @@ peer runs flashinfer attention.
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -93,6 +94,7 @@ def main() -> int:
         rows, timelines = [], []
         for mode in args.modes:
             measured, seen = _measure(mode, target, head, args, timeline)
+            gc.collect()  # the weights of an engine that has ended
             rows += measured
             timelines += seen
         for name in variables:
