@@ -175,7 +175,7 @@ def _multiply_tiled(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     uses_engine = is_hopper(x.device) and inputs % 8 == 0
-    tile = _tile(rows, summed) if uses_engine else (64, 64, 64, 4, 3)
+    tile = _tile(rows) if uses_engine else (64, 64, 64, 4, 3)
     block_m, block_n, block_k, warps, stages = tile
     programs = -(-rows // block_m) * -(-outputs // block_n)
     settings = {
@@ -200,7 +200,7 @@ def _multiply_tiled(
     )  # fmt: skip
 
 
-def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
+def _tile(rows: int) -> tuple[int, int, int, int, int]:
     """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
     the matrices of Llama-3.1-8B, whole and shared by two ranks.
     """
@@ -208,7 +208,7 @@ def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
-    if rows > _SUMMED_ROWS and summed > 1:
+    if rows > _SUMMED_ROWS:
         return 128, 256, 64, 8, 4
     return 128, 128, 64, 8, 4
 
