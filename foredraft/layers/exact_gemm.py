@@ -20,6 +20,7 @@ PART_ROWS = 128  # up to which halves of columns are faster by our kernels than 
 # _FEW: each half alone would write and read float32.
 _SUMMED_ROWS = 1024
 _FEW = 4096
+_TALL_ROWS = 640  # beyond which programs of twice the rows are faster where columns are one part
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up
@@ -175,7 +176,7 @@ def _multiply_tiled(
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
     uses_engine = is_hopper(x.device) and inputs % 8 == 0
-    tile = _tile(rows) if uses_engine else (64, 64, 64, 4, 3)
+    tile = _tile(rows, summed) if uses_engine else (64, 64, 64, 4, 3)
     block_m, block_n, block_k, warps, stages = tile
     programs = -(-rows // block_m) * -(-outputs // block_n)
     settings = {
@@ -200,7 +201,7 @@ def _multiply_tiled(
     )  # fmt: skip
 
 
-def _tile(rows: int) -> tuple[int, int, int, int, int]:
+def _tile(rows: int, summed: int) -> tuple[int, int, int, int, int]:
     """Returns rows, outputs and columns of a tile, warps, stages: the fastest of a sweep over
     the matrices of Llama-3.1-8B, whole and shared by two ranks.
     """
@@ -208,8 +209,10 @@ def _tile(rows: int) -> tuple[int, int, int, int, int]:
         return 64, 64, 128, 4, 4
     if rows <= 384:
         return 128, 64, 64, 4, 6
-    if rows > _SUMMED_ROWS:
+    if rows > _SUMMED_ROWS and summed > 1:
         return 128, 256, 64, 8, 4
+    if rows > _TALL_ROWS and summed == 1:
+        return 256, 128, 64, 8, 4
     return 128, 128, 64, 8, 4
 
 

@@ -163,7 +163,7 @@ class Sampler:
         self._constrain(batch, spans, logits)
         sampling = SamplingRows.from_params(params, positions, self._device)
         if self._simulated is not None:
-            choose(logits, sampling)  # its cost is part of the step
+            choose(logits, sampling).tolist()  # its cost, and the wait for it, are part of the step
             walked = [
                 (walk(rows.tree, tokens), False) for rows, tokens in zip(batch, forced, strict=True)
             ]
