@@ -67,6 +67,8 @@ def main() -> int:
         inbox, host = _inbox(join, store)
         threading.Thread(target=_beat, args=(inbox,), name="heartbeat", daemon=True).start()
         group = group_class(config).join(join.rank, join.size, join.num_local, store, inbox, host)
+        if isinstance(inbox, Board):
+            inbox.group = group
         os.eventfd_write(join.joined, 1)
         Worker(join, load_share(config, group), inbox, group).run()
     except ForedraftError as error:

@@ -1,5 +1,7 @@
 """Tests the times of ranks, as the board counts them and as metrics show them."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from foredraft.telemetry.metrics import value
@@ -26,6 +28,19 @@ def test_the_rank_that_comes_first_waits_for_the_last(monkeypatch: pytest.Monkey
             now += 7
     found = [(one.collectives, one.busy, one.waiting, one.moving) for one in first.progress()]
     assert found == [(3, 3 * 237, 3 * 150, 3 * 30), (3, 3 * 237, 0, 3 * 30)]
+
+
+def test_what_a_device_counts_is_told_instead_of_the_hosts_time() -> None:
+    own = Board.create(2)
+    own.group = SimpleNamespace(nanoseconds=None)
+    own.worked(7)
+    own.beat()
+    assert own.progress()[0].busy == 7
+    own.group = SimpleNamespace(nanoseconds=(20, 300))
+    own.beat()
+    own.worked(7)
+    told = own.progress()[0]
+    assert (told.busy, told.moving, told.waiting) == (320, 20, 0)
 
 
 def test_what_is_published_adds_up() -> None:

@@ -29,7 +29,8 @@ class Progress(NamedTuple):
         read: Number of message bytes that the rank has taken from the ring.
         collectives: Number of collectives that the rank has begun.
         beats: Number of heartbeats.
-        busy: Nanoseconds of work on messages, collectives included.
+        busy: Nanoseconds of work on messages, collectives included; of GPUs that measure it, in
+            forwards.
         waiting: Nanoseconds in collectives until the last rank of the host had begun them.
         moving: Nanoseconds in collectives after that.
     """
@@ -67,6 +68,14 @@ class Stream(Protocol):
         """Closes the connection, which ends the rank."""
 
 
+class Measured(Protocol):
+    """A group of ranks; see `group.ProcessGroup`."""
+
+    @property
+    def nanoseconds(self) -> tuple[int, int] | None:
+        """Nanoseconds in exchanges and between them; None where the device does not count them."""
+
+
 class Inbox(Protocol):
     """Gives a worker its messages, and takes reports of its progress."""
 
@@ -101,6 +110,7 @@ class Board:
 
     Attributes:
         streams: Connections to ranks of other hosts, which get the same messages.
+        group: Group of this rank, whose device may measure times in place of this process.
 
     Args:
         file: Descriptor of the memory, see `create`.
@@ -124,6 +134,7 @@ class Board:
         self.file, self.bells = file, bells
         self.rank, self.size, self.num_local = rank, size, num_local or size
         self.streams: list[Stream] = []
+        self.group: Measured | None = None
         self._spin_seconds = spin_seconds
         self._map = mmap.mmap(file, 0)
         head = _FIRST_RANK + _COLUMNS * size
@@ -207,11 +218,15 @@ class Board:
 
     def worked(self, nanoseconds: int) -> None:
         """See Inbox."""
-        self._ranks[self.rank, _BUSY] += nanoseconds
+        if self._measured is None:
+            self._ranks[self.rank, _BUSY] += nanoseconds
 
     def beat(self) -> None:
         """See Inbox."""
-        self._ranks[self.rank, _BEATS] += 1
+        own = self._ranks[self.rank]
+        own[_BEATS] += 1
+        if (measured := self._measured) is not None:
+            own[_MOVING], own[_BUSY] = measured[0], sum(measured)
 
     def rest(self) -> None:
         """Takes this rank's heartbeats back: nobody watches it any more."""
@@ -224,6 +239,10 @@ class Board:
     def progress(self) -> list[Progress]:
         """Returns the progress of every rank."""
         return [Progress(*row[:PROGRESS_COLUMNS]) for row in self._ranks.tolist()]
+
+    @property
+    def _measured(self) -> tuple[int, int] | None:
+        return None if self.group is None else self.group.nanoseconds
 
     def _wait_for_room(self, position: int, length: int) -> None:
         readers = self._ranks[1 : self.num_local, _READ]

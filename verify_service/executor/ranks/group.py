@@ -106,6 +106,13 @@ class ProcessGroup:
         """Rank whose numbers this one's device has awaited for too long; None where all came."""
         return None
 
+    @property
+    def nanoseconds(self) -> tuple[int, int] | None:
+        """What this rank's device has measured, see `PeerMemory.nanoseconds`; None where it
+        measures nothing.
+        """
+        return None
+
     def close(self) -> None:
         """Frees what the ranks share. Nothing may be computed with them any more."""
 

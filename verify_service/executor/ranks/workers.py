@@ -277,6 +277,7 @@ class Ranks:
                 stream.close()
             raise
         group = group_class(config).join(0, size, num_local, store, board, host)
+        board.group = group
         watchdog.watch_group(group)
         others = [f"pid {process.pid}" for process in workers.processes]
         others += [stream.name for stream in board.streams]
