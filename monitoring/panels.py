@@ -335,7 +335,8 @@ SPECULATION = Dashboard(
                 ),
             ),
             "s",
-            "Ranks on CPUs: what a step takes each of them. The slowest waits least.",
+            "What a step takes each rank. The slowest waits least; on GPUs all_reduce includes the"
+            " wait.",
         ),
         Panel(
             "Step, tail",

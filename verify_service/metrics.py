@@ -121,9 +121,11 @@ SHARED_KEY_STEPS = counter(
 STEP_SECONDS = histogram("foredraft_step_seconds", "A whole engine step.", STEP_BUCKETS)
 RANK_SECONDS = counter(
     "foredraft_rank_seconds_total",
-    "With several ranks on CPUs: seconds of each by part: products (all that it computes itself),"
+    "With several ranks: seconds of each by part: products (all that it computes itself),"
     " all_reduce (collectives, from when the last rank of its host begins), waiting (for that"
-    " rank).",
+    " rank). GPUs that reach each other's memory count by their own timer, in forwards up to the"
+    " newest: all_reduce from when a rank has sent its numbers until all have come, so with the"
+    " wait; products is the rest from the embedding to the logits. NCCL's sums are not counted.",
     ("rank", "part"),
 )
 OVERLAPPED_STEPS = counter(

@@ -6,7 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import finish, newest, sum_of_ranks
+from foredraft.parallel.exchange_kernels import begin_forward, finish, newest, sum_of_ranks
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_of_ranks(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
-    lost, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
+    times, told, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
     FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -131,8 +131,9 @@ def norm_of_ranks(
         if SENDS:
             count += 1
             total = sum_of_ranks(
-                own, size, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
-            )
+                own, size, count, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
+                RANKS,
+            )  # fmt: skip
         else:
             at = gathered_ptr + row * size + columns
             stride = tl.cast(num_rows, tl.int64) * size
@@ -152,11 +153,14 @@ def norm_of_ranks(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rows_of_ranks(
-    table, tokens, out_ptr, places, flags, counts, lost, patience, first, count, num_rows, size,
+    table, tokens, out_ptr, places, flags, counts, times, told, patience, first, count, num_rows, size,
     BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Looks up rows of a table whose rows ranks share; this one has `count`, from `first` on."""
+    """Looks up rows of a table whose rows ranks share; this one has `count`, from `first` on.
+
+    It is a forward's first exchange, and tells the host the times of those before.
+    """
     columns = tl.arange(0, BLOCK)
     is_column = columns < size
     if DEPENDENT:
@@ -167,10 +171,13 @@ def rows_of_ranks(
         index = tl.load(tokens + row) - first
         is_own = is_column & (index >= 0) & (index < count)
         own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
+        if row == 0:  # while the row comes, and long before the kernel ends
+            begin_forward(times, told)
         number += 1
         total = sum_of_ranks(
-            own, size, number, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
-        )
+            own, size, number, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
+            RANKS,
+        )  # fmt: skip
         out_at = out_ptr + tl.cast(row, tl.int64) * size + columns
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_column)
     finish(counts, number)

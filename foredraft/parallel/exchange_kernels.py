@@ -9,12 +9,21 @@ take twice the bytes, and a flag follows each of them.
 """
 
 # mypy: ignore-errors
+import time
+
 import triton
 import triton.language as tl
 
 SUM, FIRST, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Polls after which a kernel ends its process, about ten minutes; `lost` is told long before.
+# Polls after which a kernel ends its process, about ten minutes; the host is told long before.
 _MOST_POLLS = tl.constexpr(1 << 30)
+
+nanoseconds = tl.extra.cuda.globaltimer
+if triton.knobs.runtime.interpret:
+
+    def nanoseconds():
+        """Reads the host's clock: an interpreted kernel has no GPU's timer."""
+        return tl.full((), time.monotonic_ns(), tl.int64)
 
 
 @triton.jit
@@ -47,10 +56,10 @@ def _numbers(even, odd, dtype: tl.constexpr):
 
 
 @triton.jit
-def _waited(polls, patience, lost, rank: tl.constexpr):
-    """Tells `lost` once that a rank's block has not come, and ends a wait without end."""
+def _waited(polls, patience, told, rank: tl.constexpr):
+    """Tells once that a rank's block has not come, and ends a wait without end."""
     if polls == patience:
-        tl.store(lost, rank + 1)
+        tl.store(told, rank + 1)
     if polls >= _MOST_POLLS:
         polls = tl.inline_asm_elementwise(
             "trap; mov.u32 $0, $1;", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
@@ -108,7 +117,7 @@ def send(
 
 @triton.jit
 def receive(
-    own, length, count, places, flags, lost, patience,
+    own, length, count, places, flags, told, patience,
     ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     SENDER: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +125,7 @@ def receive(
 
     Args:
         own: This rank's block, of the same length and type.
-        lost: int32 [1], gets SENDER + 1 after `patience` polls. The host may read it.
+        told: int64 [3] that the host reads; its first gets SENDER + 1 after `patience` polls.
 
     Returns:
         The block, as `own`.
@@ -131,14 +140,14 @@ def receive(
         words = places[RANK] + place + at
         even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
         while missing != 0:
-            polls = _waited(polls, patience, lost, SENDER)
+            polls = _waited(polls, patience, told, SENDER)
             even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
         block = _numbers(even, odd, own.dtype)
     else:
         flag = flags[RANK] + SENDER * PROGRAMS + program
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         while seen - count < 0:  # also where the numbers wrap around
-            polls = _waited(polls, patience, lost, SENDER)
+            polls = _waited(polls, patience, told, SENDER)
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         tl.debug_barrier()
         at = tl.arange(0, own.shape[0])
@@ -148,7 +157,7 @@ def receive(
 
 @triton.jit
 def sum_of_ranks(
-    own, length, count, places, flags, lost, patience,
+    own, length, count, places, flags, times, told, patience,
     ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
@@ -156,14 +165,16 @@ def sum_of_ranks(
     and `receive`.
     """
     send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+    sent = nanoseconds()
     total = tl.zeros_like(own).to(tl.float32)
     for rank in tl.static_range(RANKS):
         part = own
         if rank != RANK:
             part = receive(
-                own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, rank
+                own, length, count, places, flags, told, patience, ROOM, PROGRAMS, WORDS, RANK, rank
             )
         total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
+    note(times, sent, False)
     return total
 
 
@@ -183,8 +194,38 @@ def finish(counts, count):
 
 
 @triton.jit
+def note(times, sent, BESIDE: tl.constexpr):
+    """Notes that the ranks' blocks have come to the first program, without a wait for anything.
+
+    Args:
+        times: int64 [4] in nanoseconds: sum of waits; sum of forwards, and of waits beside them;
+            end of the newest wait of a forward; beginning of the newest forward.
+        sent: When this rank's block was sent.
+        BESIDE: Whether the exchange is no part of a forward.
+    """
+    came = nanoseconds()
+    if tl.program_id(0) == 0:
+        tl.atomic_add(times, came - sent, sem="relaxed")
+        if BESIDE:
+            tl.atomic_add(times + 1, came - sent, sem="relaxed")
+        else:
+            tl.store(times + 2, came)
+
+
+@triton.jit
+def begin_forward(times, told):
+    """Adds the last forward, and tells the host the sums of waits and of what is between them."""
+    waits = tl.load(times)
+    forwards = tl.load(times + 1) + tl.load(times + 2) - tl.load(times + 3)
+    tl.store(told + 1, waits)
+    tl.store(told + 2, forwards - waits)
+    tl.store(times + 1, forwards)
+    tl.store(times + 3, nanoseconds())
+
+
+@triton.jit
 def exchange(
-    x_ptr, out_ptr, places, flags, counts, lost, patience, size, width,
+    x_ptr, out_ptr, places, flags, counts, times, told, patience, size, width,
     BLOCK: tl.constexpr, KIND: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr,
     WORDS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -201,11 +242,13 @@ def exchange(
     count = newest(counts) + 1
     if KIND == SUM:
         total = sum_of_ranks(
-            own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK, RANKS
-        )
+            own, length, count, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
+            RANKS,
+        )  # fmt: skip
         tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_there)
     else:
         send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+        sent = nanoseconds()
         if KIND == ALL:
             out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
         else:
@@ -214,11 +257,12 @@ def exchange(
             part = own
             if rank != RANK:
                 part = receive(
-                    own, length, count, places, flags, lost, patience, ROOM, PROGRAMS, WORDS, RANK,
+                    own, length, count, places, flags, told, patience, ROOM, PROGRAMS, WORDS, RANK,
                     rank,
                 )  # fmt: skip
             if KIND == ALL:
                 tl.store(out_ptr + rank * width, part, mask=is_there)
             elif rank == 0:
                 tl.store(out_ptr, part, mask=is_there)
+        note(times, sent, KIND == FIRST)
     finish(counts, count)

@@ -42,7 +42,8 @@ class Exchange:
     places: tuple[torch.Tensor, ...]
     flags: tuple[torch.Tensor, ...]
     counts: torch.Tensor
-    lost: torch.Tensor
+    times: torch.Tensor
+    told: torch.Tensor
     patience: int
     room: int
     num_programs: int
@@ -53,7 +54,7 @@ class Exchange:
     @property
     def exchange_arguments(self) -> tuple[Any, ...]:
         """The arguments in the kernels' order."""
-        return self.places, self.flags, self.counts, self.lost, self.patience
+        return self.places, self.flags, self.counts, self.times, self.told, self.patience
 
 
 def constants_of(exchange: Exchange) -> dict[str, Any]:
@@ -77,9 +78,6 @@ class PeerMemory:
         memories: For each rank, its uint8 [num_bytes(size, num_programs)], all zero, which this
             rank's kernels can write.
         num_programs: Maximum number of blocks of an exchange.
-
-    Attributes:
-        lost: int32 [1] in the host's memory: 1 + the rank whose block did not come, or 0.
     """
 
     def __init__(
@@ -95,7 +93,23 @@ class PeerMemory:
         self._places: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         device = memories[rank].device
         self._counts = torch.zeros(num_programs, dtype=torch.int32, device=device)
-        self.lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._times = torch.zeros(4, dtype=torch.int64, device=device)
+        # In the host's memory: 1 + the rank whose block did not come, or 0, and the times.
+        self._told = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank whose block did not come; None while all came."""
+        lost = int(self._told[0])
+        return lost - 1 if lost else None
+
+    @property
+    def nanoseconds(self) -> tuple[int, int]:
+        """Time of this rank's device in exchanges, from when its block was sent until the ranks'
+        had come, and between those of a forward; up to the newest forward's beginning.
+        """
+        exchanged, computed = self._told[1:].tolist()
+        return exchanged, computed
 
     def takes_rows(self, num_rows: int, size: int, dtype: torch.dtype) -> bool:
         """Returns whether blocks are to be rows [num_rows, size], `num_programs` of them at a
@@ -121,7 +135,8 @@ class PeerMemory:
             places,
             self._flags,
             self._counts,
-            self.lost,
+            self._times,
+            self._told,
             PATIENCE if is_captured else EAGER_PATIENCE,
             ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
             self._num_words if uses_words else self.num_programs,

@@ -3,9 +3,11 @@ in float32, and in 16 bits the same tokens with every draft.
 """
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from testing.drafts import DraftProcess, card_variables
 from testing.engines import Job, running_engine
 from testing.family_texts import assert_same, draft_flags, jobs, texts_of
 from testing.reference import Reference
-from testing.stack import long_answer, running_stack
+from testing.stack import eventually, long_answer, running_stack
 from verify_service.metrics import OVERLAPPED_STEPS
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
@@ -233,3 +235,28 @@ def test_served_text_is_the_same_by_default_and_without_a_draft(demo: Path, mps:
         with running_stack(demo, **flags, **own) as stack:
             texts.append(long_answer(stack.urls["http"]))
     assert texts[0] == texts[1]
+
+
+def seconds(url: str) -> dict[str, float]:
+    """Returns the seconds of steps, and of each rank by part."""
+    time.sleep(2)  # until what ranks have counted is on the page
+    metrics = httpx.get(f"{url}/dashboard/figures", timeout=60).json()["metrics"]
+    return {"steps": metrics["step_seconds_sum"], **metrics.get("rank_seconds_total", {})}
+
+
+def test_each_cards_time_is_told_by_parts(demo: Path) -> None:
+    flags = {"device": "cuda", "num_threads": None, "tensor_parallel_size": 2}
+    with running_stack(demo, speculative_algorithm="NONE", **flags) as stack:
+        url = stack.urls["http"]
+        long_answer(url)
+        eventually(lambda: seconds(url) == seconds(url))  # nothing is captured any more
+        long_answer(url)  # tells what was before it
+        before = seconds(url)
+        for _ in range(3):
+            long_answer(url)
+        after = seconds(url)
+    grown = {part: after[part] - before[part] for part in after}
+    for rank in ("0", "1"):
+        parts = grown[f"{rank} products"], grown[f"{rank} all_reduce"]
+        assert min(parts) > 0
+        assert sum(parts) < grown["steps"]

@@ -4,7 +4,9 @@ interpreter: sums are those of gathered blocks, bit for bit.
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +17,14 @@ from foredraft.models.loader import load_model
 from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import PROGRAMS, WORD_PROGRAMS, PeerMemory, num_bytes
+from foredraft.telemetry.metrics import value
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
 from tests.parallel.test_group import logits_of
+from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.group import ProcessGroup
+from verify_service.executor.ranks.times import RankTimes
 
 NUM_RANKS = 3 if INTERPRETED else 2
 NUM_PROGRAMS = 16  # of interpreted ranks
@@ -51,6 +56,10 @@ class InterpretedGroup(ProcessGroup):
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
         takes = self.shares and self.memory.takes_rows(num_rows, size, dtype)
         return self.memory if takes else None
+
+    @property
+    def nanoseconds(self) -> tuple[int, int]:
+        return self.memory.nanoseconds
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -179,8 +188,19 @@ def on_card(rank: int, meeting: str) -> None:
             out = group.all_reduce(out) * 0.5
     for _ in range(500):
         graph.replay()
+    torch.cuda.synchronize()
     want = random(4, 4096, seed=0).bfloat16().float() + random(4, 4096, seed=1).bfloat16().float()
     assert torch.equal(out.cpu(), (want.bfloat16() * 0.5).cpu())
+    # A forward's times are told when the next one begins.
+    started, found = time.monotonic_ns(), []
+    for _ in range(2):
+        forward(group, memory, device, lambda: None)
+        torch.cuda.synchronize()
+        found.append(memory.nanoseconds)
+    exchanged, computed = (after - before for before, after in zip(*found, strict=True))
+    assert exchanged > 0
+    assert computed > 0
+    assert exchanged + computed < time.monotonic_ns() - started
     group.close()
 
 
@@ -219,6 +239,56 @@ def test_a_model_of_two_ranks_that_exchange_rows(tmp_path: Path, name: str) -> N
     torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)
 
 
+def forward(
+    group: Group, memory: PeerMemory, device: torch.device, between: Callable[[], None]
+) -> None:
+    """A row's lookup, a sum with its norm, and logits."""
+    table, tokens = torch.ones(2, 64, device=device), torch.zeros(1, dtype=torch.int64)
+    rows = fused.rows_of_ranks(table, tokens.to(device), 0, 2, group)
+    assert rows is not None
+    between()
+    out = fused.add_norm(rows, rows.clone(), table[0], 1e-5, False, group=group).rows
+    between()
+    memory.all(out)
+
+
+def count_time(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
+    """Counts a rank's time by a clock that goes on by 1 when it is read."""
+    from foredraft.parallel import exchange_kernels
+
+    own, clock = InterpretedGroup(group, memories), [0]
+
+    def read() -> Any:
+        clock[0] += 1
+        return exchange_kernels.tl.full((), clock[0], exchange_kernels.tl.int64)
+
+    def wait(time: int) -> None:
+        clock[0] += time
+
+    exchange_kernels.nanoseconds = read
+    cpu = torch.device("cpu")
+    for _ in range(2):
+        forward(own, own.memory, cpu, lambda: wait(100))
+        own.memory.first(torch.zeros(3))  # no product comes before it
+        wait(10**9)
+    board = Board.create(group.size)
+    board = Board(board.file, board.bells, group.rank, group.size)
+    board.group = own
+    board.worked(10**9)  # as the host takes it
+    board.beat()
+    RankTimes(group.size).publish(board.progress())
+    rank, found = str(group.rank), {}
+    for part in ("products", "all_reduce", "waiting"):
+        found[part] = 1e9 * value("foredraft_rank_seconds_total", rank=rank, part=part)
+    # The second forward has told what was before it: four waits, 1 or 101 before each of the first.
+    assert found == pytest.approx({"products": 203, "all_reduce": 4, "waiting": 0})
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")
+def test_what_a_ranks_device_counts_is_published(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, count_time, shared_memories(2))
+
+
 def wait_in_vain(number: int) -> None:
     """Waits on a card for a rank that there is not; of two processes one waits for words."""
     peer_memory.EAGER_PATIENCE = 1000
@@ -227,10 +297,10 @@ def wait_in_vain(number: int) -> None:
     memory, x = PeerMemory(0, memories), torch.ones(1 + number * WORD_PROGRAMS, 1024, device=device)
     memory.sum(x)
     until = time.monotonic() + 60
-    while not int(memory.lost) and time.monotonic() < until:
+    while memory.lost_rank is None and time.monotonic() < until:
         time.sleep(0.01)
     # The kernel goes on.
-    os._exit(0 if int(memory.lost) == 2 else 1)
+    os._exit(0 if memory.lost_rank == 1 else 1)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter would wait for ever")

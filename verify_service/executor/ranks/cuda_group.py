@@ -110,8 +110,13 @@ class CudaGroup(ProcessGroup):
     def lost_rank(self) -> int | None:
         """See ProcessGroup."""
         memory = self._memory
-        lost = 0 if memory is None else int(memory.lost)
-        return lost - 1 if lost else None
+        return None if memory is None else memory.lost_rank
+
+    @property
+    def nanoseconds(self) -> tuple[int, int] | None:
+        """See ProcessGroup."""
+        memory = self._memory
+        return None if memory is None else memory.nanoseconds
 
     def close(self) -> None:
         """Frees the memory and leaves the group."""
