@@ -41,7 +41,7 @@ class RanksConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "Ranks that share the target: one on each GPU of a host, or processes on CPUs. Each holds"
+        "Ranks that share the target: one on each GPU, or processes on CPUs. Each holds"
         " some of the attention heads, of the MLPs and of the vocabulary.",
         aliases=("--tp-size", "--tp"),
         least=1,
