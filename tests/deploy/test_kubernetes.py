@@ -330,7 +330,14 @@ def test_verifier_and_draft_share_what_they_must(resources: list[Resource], over
     devices = template["spec"]["spec"]["devices"]
     num_gpus = 2 if overlay == "gpu-ranks" else 1
     assert devices["requests"][0]["exactly"]["count"] == num_gpus
-    assert (f"--tensor-parallel-size={num_gpus}" in verifier["args"]) == (num_gpus > 1)
+    num_ranks = num_gpus
+    if overlay == "leader-worker-set-gpu":
+        num_ranks = 2
+        rank = verifier_pod(resources, "foredraft-rank")
+        assert rank["resourceClaims"] == pod["resourceClaims"]
+        assert rank["containers"][0]["resources"]["claims"] == verifier["resources"]["claims"]
+        assert rank["containers"][0]["image"] == verifier["image"]
+    assert (f"--tensor-parallel-size={num_ranks}" in verifier["args"]) == (num_ranks > 1)
     strategies = [
         part["opaque"]["parameters"]["sharing"]["strategy"] for part in devices.get("config", ())
     ]
@@ -398,9 +405,12 @@ def test_images_are_targets_of_the_dockerfile(resources: list[Resource]) -> None
                 assert tag.rpartition("-")[2] in targets
 
 
-def test_ranks_are_as_many_in_all_pods_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlay", ["leader-worker-set", "leader-worker-set-gpu"])
+def test_ranks_are_as_many_in_all_pods_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, overlay: str
+) -> None:
     """Every pod takes part, and has the same flags; the gateways' Service finds leaders alone."""
-    resources = render("leader-worker-set")
+    resources = render(overlay)
     [group] = [one for one in resources if one["kind"] == "LeaderWorkerSet"]
     size = group["spec"]["leaderWorkerTemplate"]["size"]
     environ = {"LWS_LEADER_ADDRESS": "a.b", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "0"}
