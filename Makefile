@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test test-fast test-gpu test-failed check lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-gpu test-kernels test-failed check lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,15 @@ test-fast: $(BIN)/.ready
 # What needs an NVIDIA GPU, one after the other.
 test-gpu: $(BIN)/.ready
 	$(BIN)/python -m pytest -m gpu
+
+# The kernels for GPUs in Triton's interpreter, without a GPU: ten minutes. Triton stays out of the environment, where torch would use it.
+INTERPRETER := build/interpreter
+$(INTERPRETER)/.ready: $(BIN)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target $(INTERPRETER) triton==3.6.0 numpy==2.2.6
+	touch $@
+
+test-kernels: $(INTERPRETER)/.ready
+	PYTHONPATH=$(INTERPRETER) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m gpu --ignore=tests/e2e
 
 # The tests that failed in the last run, one after the other: a failure that ends by itself here is one of timing, to be mended.
 test-failed: $(BIN)/.ready
