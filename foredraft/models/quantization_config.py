@@ -32,6 +32,8 @@ class Quantization:
         scheme: Form of every quantised matrix; of a GGUF file, of most.
         skipped: Names or patterns of modules that keep plain weights; `re:` begins a regular
             expression.
+        targets: Names of the only modules that are quantised, or `re:` and a regular expression;
+            empty for all that are not skipped.
         has_vocabulary: Whether embedding and LM head have that form too.
         is_on_load: Whether the checkpoint is plain, and its matrices are quantised during loading.
         types: Type of each quantised matrix of a GGUF file, by its name; empty for others.
@@ -40,6 +42,7 @@ class Quantization:
     method: str
     scheme: WeightScheme
     skipped: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
     has_vocabulary: bool = False
     is_on_load: bool = False
     types: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +53,8 @@ class Quantization:
         """
         if self.types:
             return name not in self.types
+        if self.targets and not any(_is_target(name, target) for target in self.targets):
+            return True
         return any(_matches(name, pattern) for pattern in self.skipped)
 
     def scheme_of(self, name: str) -> WeightScheme | None:
@@ -108,6 +113,10 @@ def _matches(name: str, pattern: str) -> bool:
     if "*" in pattern:
         return fnmatch.fnmatchcase(name, pattern)
     return f".{pattern.strip('.')}." in f".{name}."
+
+
+def _is_target(name: str, target: str) -> bool:
+    return _matches(name, target) if target.startswith("re:") else name == target
 
 
 def read_quantization(reader: Reader) -> Quantization | None:
@@ -278,8 +287,11 @@ def _compressed(reader: Reader, method: str) -> Quantization | None:
         raise _refusal(reader, f"quantization_status {status!r} is not compressed")
     [scheme] = schemes
     skipped = _names(reader, "ignore")
-    has_vocabulary = any("Embedding" in group["targets"] for group in groups.values())
-    found = Quantization(method, scheme, skipped, has_vocabulary)
+    targets = tuple(target for group in groups.values() for target in group["targets"])
+    has_vocabulary = "Embedding" in targets
+    if "Linear" in targets:
+        targets = ()
+    found = Quantization(method, scheme, skipped, targets, has_vocabulary)
     if has_vocabulary and (scheme.layout != "packed" or found.skips("lm_head")):
         raise _refusal(
             reader, "targets Embedding is not supported but for pack-quantized, LM head included"
@@ -304,9 +316,7 @@ def _compressed_scheme(reader: Reader, name: str, group: Any) -> WeightScheme:
     if not isinstance(group, Mapping):
         raise reader.fail(f"config_groups.{name} must be an object")
     own = Reader(group, f"{reader.where}.config_groups.{name}")
-    targets = own.raw.get("targets")
-    if targets not in (["Linear"], ["Linear", "Embedding"]):
-        raise _refusal(own, f"targets {targets!r}: mixed schemes are not supported")
+    _check_targets(own)
     if own.raw.get("output_activations"):
         raise _refusal(own, "output_activations are not supported")
     form = own.raw.get("format") or reader.raw.get("format")
@@ -336,6 +346,19 @@ def _compressed_scheme(reader: Reader, name: str, group: Any) -> WeightScheme:
     raise _refusal(
         own, f"{form} weights of {bits} bits ({kind}, by {strategy}, {symmetry}) are not supported"
     )
+
+
+def _check_targets(group: Reader) -> None:
+    """Raises CheckpointError unless a group's targets are names, patterns or `Linear`, which may
+    have `Embedding` beside it.
+    """
+    targets = _names(group, "targets")
+    # Names of modules have dots, but for the LM head's; those of classes have none.
+    classes = {one for one in targets if not one.startswith("re:") and "." not in one}
+    if not targets or classes - {"lm_head"} not in (set(), {"Linear"}, {"Linear", "Embedding"}):
+        raise _refusal(
+            group, f"targets {list(targets)}: of classes only Linear and Embedding are supported"
+        )
 
 
 _METHODS: dict[str, Callable[[Reader, str], Quantization | None]] = {

@@ -3,6 +3,7 @@ stand for.
 """
 
 import json
+import re
 
 import pytest
 import torch
@@ -151,6 +152,57 @@ def test_layers_that_are_left_out_stay_plain(plain, tmp_path):
     assert kinds == ["TiledMethod", "Float32CpuMethod"]
 
 
+TARGETS = {
+    "patterns": [["re:.*self_attn.*", r"re:model\.layers\.1\.mlp\.(gate|up)_proj$"]],
+    "names": [
+        [f"model.layers.{layer}.mlp.{name}_proj" for layer in (0, 1) for name in ("gate", "up")],
+        ["model.layers.1.mlp.down_proj", "lm_head"],
+    ],
+    "a-class": [["Linear", "re:.*mlp.*"]],
+    "from-the-first-letter": [["re:layers.*", "re:.*layers.1", "model.layers.0"]],
+}
+NAMES = [
+    f"model.layers.{layer}.{part}.{name}_proj"
+    for layer in (0, 1)
+    for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down")))
+    for name in names
+]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_of_one_scheme_say_which_layers_are_quantized(name, plain, tmp_path):
+    wanted = [target for group in TARGETS[name] for target in group]
+    chosen = [
+        module
+        for module in NAMES
+        if "down_proj" not in module or name == "names"
+        if "Linear" in wanted
+        or module in wanted
+        or any(re.match(one[3:], module) for one in wanted if one.startswith("re:"))
+    ]
+    raw = with_targets(*TARGETS[name])
+    if name != "names":
+        raw["ignore"] = ["re:.*down_proj", "lm_head"]
+    form = Format(raw, FORMATS["packed-128"].pack)
+    meant = write(plain, tmp_path, form, lambda one: one.removesuffix(".weight") not in chosen)
+    with torch.inference_mode():
+        want = reference(plain, meant)(torch.tensor([TOKENS])).logits[0]
+    got = logits(tmp_path).double()
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR
+    quantization = ModelConfig.from_dir(tmp_path).quantization
+    assert [module for module in NAMES if not quantization.skips(module)] == chosen
+
+
+def test_targets_choose_what_the_tool_itself_chooses():
+    tool = pytest.importorskip("compressed_tensors.utils.match")
+    for groups in TARGETS.values():
+        raw = CONFIG | {"quantization_config": with_targets(*groups)}
+        quantization = ModelConfig.from_dict(raw).quantization
+        targets, linear = [one for group in groups for one in group], torch.nn.Linear(1, 1)
+        chosen = [name for name in NAMES if tool.is_match(name, linear, targets)]
+        assert [name for name in NAMES if not quantization.skips(name)] == chosen
+
+
 def test_a_bias_of_old_gptq_files_must_be_zero(plain, tmp_path):
     name = "model.layers.0.self_attn.k_proj.bias"
     write(plain, tmp_path, FORMATS["gptq"], change={name: torch.zeros(64)})
@@ -213,6 +265,15 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
 }
 CT = FORMATS["packed-128"].config
+
+
+def with_targets(*groups, **changes):
+    """compressed-tensors' configuration with one group of one scheme for each list of targets."""
+    [group] = CT["config_groups"].values()
+    names = {f"group_{i}": group | {"targets": targets} for i, targets in enumerate(groups)}
+    return CT | {"config_groups": names} | changes
+
+
 # What compressed-tensors writes of rotations: those of weights are done, others are to be done.
 OFFLINE = {"R1": {"type": "hadamard", "apply": [{"location": "weight_output", "targets": ["a"]}]}}
 ONLINE = {"config_groups": OFFLINE | {"R3": {"apply": [{"location": "k_cache"}]}}}
@@ -241,7 +302,10 @@ ONLINE = {"config_groups": OFFLINE | {"R3": {"apply": [{"location": "k_cache"}]}
         (CT | {"config_groups": {"group_0": CT["config_groups"]["group_0"] | {"targets": ["Linear", "Embedding"]}}}, "LM head included"),  # noqa: E501
         (CT | {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
         (CT | {"config_groups": CT["config_groups"] | {"group_1": FORMATS["packed-32"].config["config_groups"]["group_0"]}}, "mixed schemes"),  # noqa: E501
-        (CT | {"config_groups": {"group_0": {"targets": ["re:.*mlp.*"], "weights": {}}}}, "mixed schemes"),  # noqa: E501
+        (with_targets(["LlamaMLP"]), r"targets \['LlamaMLP'\]: of classes only Linear and"),
+        (with_targets(["Embedding", "re:.*mlp.*"]), "of classes only Linear and Embedding"),
+        (with_targets(["re:("]), "no regular expression"),
+        (CT | {"config_groups": with_targets(["re:.*mlp.*"])["config_groups"] | {"group_1": FORMATS["packed-32"].config["config_groups"]["group_0"]}}, "mixed schemes"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_not_read_is_refused_by_name(quantization, message):
