@@ -16,7 +16,7 @@ from foredraft.models.architectures import model_class
 from foredraft.models.config import ModelConfig
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.kv_scales import check_scales, scale_targets
-from foredraft.models.quantization_config import on_load
+from foredraft.models.quantization_config import VOCABULARY, on_load
 from foredraft.models.weight_files import checkpoint_files
 from foredraft.models.weights import (
     SafetensorsFile,
@@ -29,6 +29,14 @@ from foredraft.parallel.group import SINGLE, Group
 DUMMY_SEED = 0
 DUMMY_STD = 0.02
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+# Last parts of the names of tensors that quantised matrices alone have.
+_OF_QUANTIZED = frozenset(
+    (
+        *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
+        *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+        *("weight_shape", "weight_g_idx"),
+    )
+)
 
 
 def load_model(
@@ -169,6 +177,7 @@ def _target_of(
     Fills a scalar at once. See `copy_checkpoint` for the arguments.
     """
     target = targets.get(name)
+    _check_form(file, name, entry, targets)
     if target is None and name in scalars:
         scalar = scalars[name]
         if entry.shape in ((), (1,)):
@@ -184,6 +193,33 @@ def _target_of(
         raise CheckpointError(f"{file.path}: unexpected tensor {name} {list(entry.shape)}")
     check_fits(file.path, name, entry, target)
     return target
+
+
+def _check_form(
+    file: SafetensorsFile, name: str, entry: TensorEntry, targets: Mapping[str, Target]
+) -> None:
+    """Raises CheckpointError for a tensor of a quantised matrix where a plain one is read, and the
+    other way round.
+    """
+    matrix, _, suffix = name.rpartition(".")
+    where, plain = f"{file.path}: tensor {name}", targets.get(f"{matrix}.weight")
+    is_quantized = name not in targets and suffix in _OF_QUANTIZED
+    if matrix in VOCABULARY and suffix == "weight" and entry.dtype.itemsize == 1:
+        is_quantized = plain is None or plain.memory.dtype.itemsize > 1
+    if is_quantized and matrix in VOCABULARY:
+        kind = "LM head" if matrix == "lm_head" else "embedding"
+        raise CheckpointError(
+            f"{where}: a quantised {kind} is not read; serve a checkpoint made with {matrix} in"
+            " `ignore` or `modules_to_not_convert`, or the plain one with --quantization fp8, int8"
+            " or int4"
+        )
+    if is_quantized and plain is not None and plain.memory.dtype.itemsize > 1:
+        raise CheckpointError(f"{where}: quantised, and config.json says that {matrix} is plain")
+    others = (f"{matrix}.{other}" for other in _OF_QUANTIZED)
+    if suffix == "weight" and plain is None and any(other in targets for other in others):
+        raise CheckpointError(
+            f"{where}: plain, and quantization_config in config.json quantises it"
+        )
 
 
 def check_fits(

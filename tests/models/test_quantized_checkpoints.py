@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from foredraft.attention.cpu import CpuAttention
 from foredraft.errors import CheckpointError
@@ -230,12 +230,53 @@ def test_what_a_checkpoint_lacks_or_has_in_another_type_is_named(plain, tmp_path
         load_model(tmp_path)
 
 
+def replace_matrix(directory, name, tensors):
+    """Puts a matrix's tensors, by the last part of their names, in place of its others."""
+    stored = load_file(directory / "model.safetensors")
+    others = {key: one for key, one in stored.items() if key.rpartition(".")[0] != name}
+    own = {f"{name}.{suffix}": one.contiguous() for suffix, one in tensors.items()}
+    save_file(others | own, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-block", "int8", "awq", "gptq", "packed-128"])
+def test_a_quantized_lm_head_is_refused_with_what_to_do(name, is_tied, plain, tmp_path):
+    meant = write(plain, tmp_path, FORMATS[name])
+    packed, _ = FORMATS[name].pack(meant["lm_head.weight"])
+    replace_matrix(tmp_path, "lm_head", packed)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": is_tied}))
+    told = r"tensor lm_head\.\w+: a quantised LM head is not read; .*`ignore`.*--quantization fp8"
+    with pytest.raises(CheckpointError, match=told):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "int8", "awq", "gptq", "packed-128"])
+def test_matrices_that_are_not_as_the_configuration_says_are_told(name, plain, tmp_path):
+    matrix = "model.layers.1.mlp.down_proj"
+    meant = write(plain, tmp_path, FORMATS[name])
+    weight = meant[f"{matrix}.weight"]
+    replace_matrix(tmp_path, matrix, {"weight": weight.float()})
+    told = rf"tensor {matrix}\.weight(: plain, .* quantises it| has type torch.float32, .* for)"
+    with pytest.raises(CheckpointError, match=told):
+        load_model(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["quantization_config"]
+    others = load_file(plain / "model.safetensors")
+    save_file(others, tmp_path / "model.safetensors")
+    replace_matrix(tmp_path, matrix, FORMATS[name].pack(weight)[0])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    told = rf"tensor {matrix}\.\w+(: quantised, and config.json says that| has type torch.\w+8)"
+    with pytest.raises(CheckpointError, match=told):
+        load_model(tmp_path)
+
+
 def test_eight_bit_weights_without_a_quantization_config_are_not_plain_ones(plain, tmp_path):
     write(plain, tmp_path, FORMATS["fp8-tensor"])
     raw = json.loads((tmp_path / "config.json").read_text())
     del raw["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"float8_e4m3fn|unexpected tensor"):
+    with pytest.raises(CheckpointError, match=r"float8_e4m3fn|: quantised, and config.json says"):
         load_model(tmp_path)
 
 
