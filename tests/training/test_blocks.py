@@ -207,6 +207,15 @@ def test_layers_are_spread_as_published_drafters_have_them() -> None:
     assert spread_layers(2, 2) == (1, 2)
 
 
+@pytest.mark.parametrize("num_target_layers", range(1, 12))
+def test_layers_of_small_targets_are_given_once(num_target_layers: int) -> None:
+    for count in range(1, 8):
+        layers = spread_layers(num_target_layers, count)
+        assert list(layers) == sorted(set(layers))
+        assert len(layers) == min(count, num_target_layers)
+        assert set(layers) <= set(range(1, num_target_layers + 1))
+
+
 def test_a_block_that_fits_no_window_is_refused(
     toy_target: tuple[Path, Path], tmp_path: Path
 ) -> None:
