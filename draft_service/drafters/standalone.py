@@ -157,14 +157,20 @@ class StandaloneDrafter(PagedDrafter):
         has_same_tokens = (
             bool(self._fingerprint) and request.tokenizer_fingerprint == self._fingerprint
         )
-        is_longer = request.vocab_size > config.vocab_size
-        if request.vocab_size != config.vocab_size and not (is_longer and has_same_tokens):
+        if request.vocab_size != config.vocab_size and not has_same_tokens:
             raise AttachRefused(
                 "vocab_size",
                 f"the target's is {request.vocab_size}, the draft's {config.vocab_size}; a target"
-                " may have a larger one if its tokenizer is the draft's",
+                " may have another one if its tokenizer is the draft's",
             )
-        self._model.embedding.takes_any_id = is_longer
+        largest = -1 if self._token_map is None else int(self._token_map.max())
+        if largest >= request.vocab_size:
+            raise AttachRefused(
+                "vocab_size",
+                f"--speculative-token-map has token {largest}, the target's vocabulary ends with"
+                f" {request.vocab_size - 1}",
+            )
+        self._model.embedding.takes_any_id = request.vocab_size > config.vocab_size
         if request.max_context > config.max_position_embeddings:
             raise AttachRefused(
                 "max_context",
@@ -193,9 +199,11 @@ class ModelMethod(DraftMethod):
         drafts_ahead: bool = False,
     ) -> None:
         model = runner.model
-        columns = model.config.vocab_size if token_map is None else len(token_map)
+        columns = min(model.config.vocab_size, attach.vocab_size)
+        if token_map is not None:
+            columns = len(token_map)
         self.sizes = MethodSizes(model.config, model.dtype, model.device, columns)
-        self._attach, self._levels = attach, _Levels(runner, token_map)
+        self._attach, self._levels = attach, _Levels(runner, token_map, columns)
         self._drafts_ahead = drafts_ahead
         self._most_rows, ordering = most_rows(model.device), ordering_of(attach)
         self._drafter = BeamDrafter(self._levels, scratch, attach.page_size, ordering)
@@ -223,20 +231,26 @@ class ModelMethod(DraftMethod):
 
 
 class _Levels:
-    """Runs a whole model level by level; it reads no features."""
+    """Runs a whole model level by level; it reads no features.
 
-    def __init__(self, runner: ModelRunner, token_map: torch.Tensor | None) -> None:
+    Args:
+        columns: Number of logits' columns that are kept: the model may have more tokens than the
+            target.
+    """
+
+    def __init__(self, runner: ModelRunner, token_map: torch.Tensor | None, columns: int) -> None:
         self._runner, self.kv, self.attention = runner, runner.kv, runner.attention
-        self.token_map = token_map
+        self.token_map, self._columns = token_map, columns
 
     def run(
         self, rows: Sequence[SequenceRows], features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See LevelRunner."""
-        return self._runner.forward(rows).logits, None
+        return self._runner.forward(rows).logits[:, : self._columns], None
 
     def forward(
         self, batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes one batch of a step of fixed shape; see `steps.level_step.Forward`."""
-        return self._runner.model.forward(batch, self.kv, self.attention).logits, None
+        logits = self._runner.model.forward(batch, self.kv, self.attention).logits
+        return logits[:, : self._columns], None

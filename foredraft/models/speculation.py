@@ -39,12 +39,12 @@ class TokenIds:
     fingerprint: str
 
 
-def check_tokens(name: str, draft: TokenIds, target: TokenIds, may_be_fewer: bool) -> None:
+def check_tokens(name: str, draft: TokenIds, target: TokenIds, may_pad: bool) -> None:
     """Raises ConfigError when a draft's ids stand for other tokens than the target's.
 
     Args:
         name: Name of the draft, as a sentence begins.
-        may_be_fewer: Whether the target may pad the same tokens to a larger vocabulary.
+        may_pad: Whether draft and target may pad the same tokens to different vocabularies.
     """
     are_known = bool(draft.fingerprint and target.fingerprint)
     if are_known and draft.fingerprint != target.fingerprint:
@@ -52,8 +52,8 @@ def check_tokens(name: str, draft: TokenIds, target: TokenIds, may_be_fewer: boo
             f"{name} has another tokenizer than the target, so its ids mean other tokens: take a"
             " draft with the target's tokenizer, or --speculative-algorithm NGRAM"
         )
-    is_padded = may_be_fewer and are_known and draft.vocab_size < target.vocab_size
-    if draft.vocab_size and draft.vocab_size != target.vocab_size and not is_padded:
+    may_differ = not draft.vocab_size or (may_pad and are_known)
+    if draft.vocab_size != target.vocab_size and not may_differ:
         raise ConfigError(
             f"{name} has a vocabulary of {draft.vocab_size} tokens and the target one of"
             f" {target.vocab_size}: take a draft made for this target, or --speculative-algorithm"
@@ -226,4 +226,4 @@ def _check_standalone(config: SpeculationConfig) -> None:
         TokenIds(ModelConfig.from_dir(path).vocab_size, kept_fingerprint(path))
         for path in (draft, target)
     )
-    check_tokens(f"--speculative-draft-model-path {draft}", own, theirs, may_be_fewer=True)
+    check_tokens(f"--speculative-draft-model-path {draft}", own, theirs, may_pad=True)

@@ -11,6 +11,7 @@ from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.standalone import StandaloneDrafter
 from foredraft.config.services import DraftConfig
+from testing import tiny_tokenizers
 from testing.checkpoints import make_checkpoint
 from testing.draft_cases import KINDS
 from testing.draft_heads import VOCAB, TinyHead, save_head
@@ -53,8 +54,14 @@ def drafters(
         ("standalone", "LlamaForCausalLM", {}),
         ("windowed", "Gemma3ForCausalLM", {}),
         ("reduced", "LlamaForCausalLM", {"speculative_token_map": str(folder / "map.pt")}),
+        ("padded", "LlamaForCausalLM", {}),
     ):
-        folder = make_checkpoint(tmp_path_factory.mktemp(kind), architecture, seed=8)
+        size = VOCAB + 40 if kind == "padded" else VOCAB
+        folder = make_checkpoint(
+            tmp_path_factory.mktemp(kind), architecture, seed=8, vocab_size=size
+        )
+        if kind == "padded":
+            tiny_tokenizers.save(tiny_tokenizers.byte_level(), folder)
         made[kind] = StandaloneDrafter.load(
             DraftConfig(
                 speculative_algorithm="STANDALONE",

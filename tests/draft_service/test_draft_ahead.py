@@ -57,6 +57,7 @@ def _attached(
         limits=limits_of(shape),
         draft_sampling=ordering,
         max_batch=MAX_BATCH,
+        tokenizer_fingerprint=drafter.info().tokenizer_fingerprint,
     )
     proposer, _ = drafter.attach(request)
     proposer.exchange = exchange = LocalExchange(
@@ -105,7 +106,7 @@ def counted() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
-@pytest.mark.parametrize("kind", ["standalone", "windowed", "reduced"])
+@pytest.mark.parametrize("kind", ["standalone", "windowed", "reduced", "padded"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
 def test_hits_and_misses(
     sampling: dict[str, Any], kind: str, num_sequences: int, drafters: dict[str, PagedDrafter]

@@ -34,7 +34,11 @@ def attached(
     ordinary, drafter.attention = drafter.attention, PlanAttention()
     drafter.graphs = GraphSettings(max_batch, captures=False) if static else None
     is_head = isinstance(drafter, HeadDrafter)
-    request = request_of(target, **changes) if is_head else attach_request(num_pages=200, **changes)
+    tokenizer = drafter.info().tokenizer_fingerprint
+    changes = (
+        changes if is_head else {"num_pages": 200, "tokenizer_fingerprint": tokenizer} | changes
+    )
+    request = request_of(target, **changes) if is_head else attach_request(**changes)
     proposer, _ = drafter.attach(request)
     width = 1
     if is_head:
@@ -55,7 +59,9 @@ def trees_life(verifier: Verifier, shape: tuple[int, int, int], seed: int) -> li
     return life(verifier, seed, 14, (2, 3, 9, 30), (1, 1, 2, shape[0] + 1, 7), lambda _rng: shape)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "standalone", "windowed", "reduced"])
+@pytest.mark.parametrize(
+    "kind", ["eagle", "eagle3", "mtp", "standalone", "windowed", "reduced", "padded"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("ordering", ["topk", "coupled"])
 def test_the_same_trees_as_step_by_step(

@@ -115,7 +115,7 @@ class DraftLink:
             f"the {info.algorithm} draft {info.model or self._address}",
             TokenIds(info.vocab_size, info.tokenizer_fingerprint),
             TokenIds(self._model.vocab_size, self._fingerprint),
-            may_be_fewer=not info.HasField("hidden"),
+            may_pad=not info.HasField("hidden"),
         )
 
     @property

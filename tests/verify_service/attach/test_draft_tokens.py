@@ -16,21 +16,25 @@ from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
 from foredraft.models.provenance import checksum, model_checksum, trained_for
 from foredraft.models.speculation import resolve
+from foredraft.types import SamplingParams
 from testing import tiny_tokenizers
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import TinyHead, save_head, tiny_head
-from testing.engines import running_engine
+from testing.engines import Job, running_engine
 
 Folders = dict[str, Path]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """A target, and drafts with its tokens, with other ones, and with another number of them."""
+    """A target, and drafts with its tokens, with other ones, with another number of them, and with
+    more padding.
+    """
     root = tmp_path_factory.mktemp("models")
     made = {name: make_checkpoint(root / name, seed=3) for name in ("target", "same", "other")}
-    made["more"] = make_checkpoint(root / "more", vocab_size=140)
-    for name in ("target", "same", "more"):
+    for name in ("more", "padded"):
+        made[name] = make_checkpoint(root / name, seed=3, vocab_size=140)
+    for name in ("target", "same", "padded"):
         tiny_tokenizers.save(tiny_tokenizers.byte_level(), made[name])
     tiny_tokenizers.save(tiny_tokenizers.metaspace(), made["other"])
     return made
@@ -115,6 +119,24 @@ def test_the_same_tokens_are_attached_and_described(
         pass
     assert f"draft: STANDALONE same, checksum {checksum(models['same'])}" in caplog.text
     assert f"target target: checksum {model_checksum(models['target'])}" in caplog.text
+
+
+def test_a_draft_with_more_padding_drafts_too(models: Folders) -> None:
+    jobs = [
+        Job([5, 6, 7, 8 + i], SamplingParams(temperature=0.8 * (i % 2), max_new_tokens=32, seed=i))
+        for i in range(6)
+    ]
+    flags = {"speculative_draft_model_path": str(models["padded"])}
+    resolve(
+        VerifyConfig(model_path=str(models["target"]), speculative_algorithm="STANDALONE", **flags)
+    )
+    texts = []
+    for algorithm, own in (("NONE", {}), ("STANDALONE", flags)):
+        with running_engine(models["target"], algorithm, **own) as engine:
+            results = engine.run(jobs)
+        texts.append([result.tokens for result in results])
+    assert sum(result.finish.drafted_tokens for result in results) > 0
+    assert texts[0] == texts[1]
 
 
 def test_a_checksum_tells_one_changed_weight_apart(models: Folders, tmp_path: Path) -> None:
