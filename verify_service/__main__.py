@@ -38,7 +38,7 @@ from verify_service.executor.ranks.workers import start_further
 from verify_service.grammar.compiler import GrammarCompiler, GrammarLimits
 from verify_service.metrics import AnyMetrics, speculation_metrics
 from verify_service.service import ServedDraft, ServedModel, VerifyService
-from verify_service.startup import build_engine, check_ranks, load_target
+from verify_service.startup import build_engine, check_flags, load_target
 from verify_service.target import Target
 
 gc.freeze()  # the start need not look through what was imported
@@ -133,7 +133,7 @@ async def _serve(config: VerifyConfig) -> int:
 
 async def _serve_further(config: VerifyConfig, nodes: Nodes) -> int:
     """Runs the ranks of a host that has no verifier, until rank 0 ends them or is lost."""
-    check_ranks(config)
+    check_flags(config)
     server = RpcServer(config.listen, identity=service_identity(config))
     await server.start()
     stop = lifetime.stop_event()

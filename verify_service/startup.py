@@ -9,7 +9,7 @@ import torch
 from foredraft.attention.choice import device_for
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import with_tree_defaults
-from foredraft.errors import ConfigError, ForedraftError
+from foredraft.errors import ForedraftError
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.config import ModelConfig
 from foredraft.models.registry import resolve_model_path
@@ -54,11 +54,10 @@ def load_target(config: VerifyConfig) -> Target:
         CheckpointError: The path or the files are wrong.
         ConfigError: A flag asks for what this machine does not have.
     """
-    size = config.tensor_parallel_size
-    if size == 1:
+    check_flags(config)
+    if config.tensor_parallel_size == 1:
         target = load_share(config)
     else:
-        check_ranks(config)
         ranks = Ranks.start(config)
         try:
             target = dataclasses.replace(load_share(config, ranks.group), ranks=ranks)
@@ -69,12 +68,16 @@ def load_target(config: VerifyConfig) -> Target:
     return target
 
 
-def check_ranks(config: VerifyConfig) -> None:
-    """Raises ConfigError where ranks cannot share the target, or cannot run on the device."""
-    if device_for(config.device).type != "cpu":
+def check_flags(config: VerifyConfig) -> None:
+    """Raises ConfigError where the flags do not fit the target, or ranks cannot run on the
+    device.
+    """
+    if config.tensor_parallel_size > 1 and device_for(config.device).type != "cpu":
         config.check_gpus(torch.cuda.device_count())
     path = resolve_model_path(config.model_path, config.revision)
-    config.check_shares(ModelConfig.from_dir(path).shared_sizes)
+    model = ModelConfig.from_dir(path)
+    config.check_context(model.max_position_embeddings)
+    config.check_shares(model.shared_sizes, model.why_not_shared)
 
 
 def build_engine(
@@ -141,11 +144,6 @@ def _size_memory(
     """Returns the engine's limits, with as many pages as fit beside weights, steps and drafts."""
     model_config = target.model.config
     context_length = config.context_length or model_config.max_position_embeddings
-    if context_length > model_config.max_position_embeddings:
-        raise ConfigError(
-            f"--context-length {context_length} is more than the model's "
-            f"{model_config.max_position_embeddings} positions"
-        )
     on_cpu = target.device.type == "cpu"
     page_size = config.page_size or (CPU_PAGE_SIZE if on_cpu else GPU_PAGE_SIZE)
     draft_bytes = page_size * sum(

@@ -140,7 +140,7 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: A model cannot be had.
-        ConfigError: The ranks cannot share the target, or a draft is not for it.
+        ConfigError: The flags do not fit the target, or a draft is not for it.
     """
     config = ServeConfig(**values)
     # Services get directories, which have no revisions.
@@ -149,8 +149,9 @@ def resolve_models(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     path = config.model_path
     target = resolve_model_path(path, config.revision)
-    if config.tensor_parallel_size > 1:
-        config.check_shares(ModelConfig.from_dir(target).shared_sizes)
+    model = ModelConfig.from_dir(target)
+    config.check_context(model.max_position_embeddings)
+    config.check_shares(model.shared_sizes, model.why_not_shared)
     resolved["model_path"] = str(target)
     if not config.tokenizer_path:  # the gateway loads it while the verifier starts
         resolved["tokenizer_path"] = str(target)

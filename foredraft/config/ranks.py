@@ -3,7 +3,7 @@ can be shared.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from foredraft.config.options import option
@@ -104,27 +104,27 @@ class RanksConfig:
             raise ConfigError(f"{address_name} {address}: must be HOST:PORT")
         return Nodes(count, rank, host.strip("[]"), int(port))
 
-    def check_shares(self, sizes: Mapping[str, int]) -> None:
+    def check_shares(self, sizes: Mapping[str, int], why_not: Callable[[int], str]) -> None:
         """Raises ConfigError, with the numbers that do work, where this number of ranks cannot
         share a model.
 
         Args:
             sizes: Numbers of a model by their names, see `ModelConfig.shared_sizes`.
+            why_not: Returns why a number of ranks that divides them cannot share the model all the
+                same; empty where it can.
         """
         size = self.tensor_parallel_size
-        for what, number in sizes.items():
-            if _can_share(what, number, size):
-                continue
-            most = max(sizes.values())
-            fitting = [
-                str(other)
-                for other in range(1, min(most, 2 * size) + 1)
-                if all(_can_share(name, each, other) for name, each in sizes.items())
-            ]
-            raise ConfigError(
-                f"--tensor-parallel-size {size} does not go with this model: its {number} {what}"
-                f" cannot be shared equally; give {_any_of(fitting)}"
-            )
+        if not (why := _why_not_shared(sizes, why_not, size)):
+            return
+        fitting = [
+            str(other)
+            for other in range(1, min(max(sizes.values()), 2 * size) + 1)
+            if not _why_not_shared(sizes, why_not, other)
+        ]
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not go with this model: {why};"
+            f" give {_any_of(fitting)}"
+        )
 
     def check_gpus(self, num_gpus: int | None = None) -> None:
         """Raises ConfigError where ranks cannot run on GPUs.
@@ -144,6 +144,13 @@ class RanksConfig:
             f"--tensor-parallel-size {size}{here}, one for each rank, and there are {num_gpus}:"
             " give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
         )
+
+
+def _why_not_shared(sizes: Mapping[str, int], why_not: Callable[[int], str], size: int) -> str:
+    for what, number in sizes.items():
+        if not _can_share(what, number, size):
+            return f"its {number} {what} cannot be shared equally"
+    return why_not(size)
 
 
 def _can_share(what: str, number: int, size: int) -> bool:

@@ -189,6 +189,14 @@ class VerifyConfig(
             raise ConfigError(f"--draft: no address for {', '.join(missing)}")
         return {name: found[name] for name in names}
 
+    def check_context(self, num_positions: int) -> None:
+        """Raises ConfigError for a longest sequence that the target has too few positions for."""
+        if self.context_length is not None and self.context_length > num_positions:
+            raise ConfigError(
+                f"--context-length {self.context_length} is more than the model's {num_positions}"
+                " positions"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(LogConfig, MetricsConfig, ServiceTlsConfig, TargetConfig, SpeculationConfig):

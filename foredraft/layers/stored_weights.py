@@ -135,8 +135,8 @@ class StoredMatrix:
         mine = whole | ({split: count} if split in whole else {})
         self._shape = mine["outputs"], mine["inputs"]
         is_split = self._shape != shape
-        if is_split and split == "inputs" and scheme.has_order:
-            raise ValueError("act-order (desc_act) cannot be shared by inputs among ranks")
+        if is_split and (why := scheme.why_cut(split, count, whole[split])):
+            raise ValueError(why)
         self.targets: dict[str, Target] = {}
         for name, stored in stored_tensors(scheme, shape[1]).items():
             run = stored.dim_of(split)
@@ -145,11 +145,6 @@ class StoredMatrix:
                 dim, each = run
                 # One scale for all inputs stays whole on each rank.
                 if each < whole[split]:
-                    if first % each or count % each:
-                        raise ValueError(
-                            f"{count} {split} a rank of {name} are no multiple of {each}, which are"
-                            " stored together"
-                        )
                     begin = first // each
                     size = (*size[:dim], count // each, *size[dim + 1 :])
             memory = torch.empty(size, dtype=stored.dtype, device=device)

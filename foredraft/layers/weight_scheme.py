@@ -44,6 +44,39 @@ class WeightScheme:
         size = BLOCK if self.granularity == "block" else self.group_size
         return -(-num_inputs // size) if size else 1
 
+    def why_cut(self, split: str, count: int, whole: int) -> str:
+        """Returns why a rank cannot hold a share of a matrix; empty where it can.
+
+        Args:
+            split: What ranks divide, "outputs" or "inputs".
+            count: Number of outputs or inputs of each rank.
+            whole: Number of those of the matrix.
+        """
+        if count == whole:
+            return ""
+        if split == "inputs" and self.has_order:
+            return "act-order (desc_act) cannot be shared by inputs among ranks"
+        # One scale for all stays whole on each rank.
+        units = [unit for unit in self._units(split) if unit < whole and count % unit]
+        if not units:
+            return ""
+        return (
+            f"{count} {split} a rank are no multiple of {max(units)}, which are stored or scaled as"
+            " one"
+        )
+
+    def _units(self, split: str) -> list[int]:
+        """Returns how many outputs or inputs one element of each tensor holds or serves."""
+        if self.layout == "gguf":
+            return [GGUF_BLOCKS[self.gguf_type][0]] if split == "inputs" else []
+        if self.layout in ("fp8", "int8"):
+            return [BLOCK] if self.granularity == "block" else []
+        word = [32 // self.bits]
+        if split == "outputs":
+            return word if self.has_zeros else []
+        groups = [self.group_size] if self.group_size else []
+        return groups if self.layout == "awq" else word + groups
+
     def __str__(self) -> str:
         if self.gguf_type:
             return self.gguf_type

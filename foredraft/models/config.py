@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,38 @@ class ModelConfig:
             "key and value heads": self.num_kv_heads,
             "columns of the MLP": self.intermediate_size,
         }
+
+    def why_not_shared(self, num_ranks: int) -> str:
+        """Returns why ranks that divide the `shared_sizes` cannot share the quantised weights;
+        empty where they can.
+        """
+        quantization = self.quantization
+        if quantization is None or num_ranks == 1:
+            return ""
+        if quantization.has_vocabulary and not quantization.types:
+            return "its quantised embedding and LM head are not shared by ranks"
+        for layer in range(self.num_layers):
+            for name, split, count, whole in self._shares(num_ranks):
+                scheme = quantization.scheme_of(f"model.layers.{layer}.{name}")
+                if scheme is not None and (why := scheme.why_cut(split, count, whole)):
+                    return f"{name} of layer {layer}: {why}"
+        return ""
+
+    def _shares(self, num_ranks: int) -> Iterator[tuple[str, str, int, int]]:
+        """Yields the matrices of a layer: the name, what ranks divide, how many of it each has, and
+        how many there are.
+        """
+        heads, columns = self.num_heads * self.head_dim, self.intermediate_size
+        # Of few key and value heads several ranks hold the same.
+        kv_heads = max(1, self.num_kv_heads // num_ranks)
+        yield "self_attn.q_proj", "outputs", heads // num_ranks, heads
+        for name in ("self_attn.k_proj", "self_attn.v_proj"):
+            own, whole = kv_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            yield name, "outputs", own, whole
+        yield "self_attn.o_proj", "inputs", heads // num_ranks, heads
+        for name in ("mlp.gate_proj", "mlp.up_proj"):
+            yield name, "outputs", columns // num_ranks, columns
+        yield "mlp.down_proj", "inputs", columns // num_ranks, columns
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Returns the bytes of one token's keys and values in all layers, in a type of

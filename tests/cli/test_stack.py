@@ -16,6 +16,7 @@ from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import Terminal
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models.registry import resolve_model_path
+from testing.checkpoints import make_checkpoint
 
 FREE = {"port": 0, "grpc_port": 0}
 
@@ -280,9 +281,7 @@ def test_what_cannot_be_served_is_refused(values: dict[str, object], message: st
 
 
 def test_a_model_directory_is_served_under_its_name(tmp_path: Path) -> None:
-    directory = tmp_path / "Some-Model-1.5B"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    directory = make_checkpoint(tmp_path / "Some-Model-1.5B")
     values = {"model_path": str(directory), "port": 1}
     found = {"served_model_name": "Some-Model-1.5B", "tokenizer_path": str(directory)}
     assert serve_config.resolve_models(values) == values | found

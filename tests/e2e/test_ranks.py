@@ -26,6 +26,7 @@ from foredraft.rpc.lifetime import child_environment
 from foredraft.types import SamplingParams
 from testing.checkpoints import EOS, make_checkpoint
 from testing.engines import Job, running_engine
+from testing.quantized_checkpoints import FORMATS, tiny_llama, write
 from testing.reference import Reference
 from testing.segments import segments
 from testing.stack import eventually, is_idle, long_answer, make_model, running_stack
@@ -239,6 +240,41 @@ def test_serve_refuses_them_before_anything_starts(model: Path) -> None:
         "--tensor-parallel-size 3 does not go with this model: its 4 attention heads cannot be"
         " shared equally; give 1, 2 or 4"
     )
+
+
+def test_serve_refuses_cut_groups_before_anything_starts(tmp_path: Path) -> None:
+    plain = tiny_llama(tmp_path / "plain")
+    write(plain, tmp_path / "awq", FORMATS["awq"])
+    values = {"model_path": str(tmp_path / "awq"), "tensor_parallel_size": 2}
+    resolve_models(values)
+    told = (
+        "--tensor-parallel-size 4 does not go with this model: mlp.down_proj of layer 0: 64 inputs"
+        " a rank are no multiple of 128, which are stored or scaled as one; give 1 or 2"
+    )
+    with pytest.raises(ConfigError) as refused:
+        resolve_models(values | {"tensor_parallel_size": 4})
+    assert str(refused.value) == told
+    write(plain, tmp_path / "gptq", FORMATS["gptq-order"])
+    values = {"model_path": str(tmp_path / "gptq"), "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"o_proj of layer 0: act-order \(desc_act\).*; give 1$"):
+        resolve_models(values)
+    with pytest.raises(ConfigError, match="act-order"):
+        load_target(VerifyConfig(**values, device="cpu"))
+    write(plain, tmp_path / "tables", FORMATS["packed-32"], has_vocabulary=True)
+    with pytest.raises(ConfigError, match=r"and LM head are not shared by ranks; give 1$"):
+        resolve_models({"model_path": str(tmp_path / "tables"), "tensor_parallel_size": 2})
+
+
+def test_a_context_longer_than_the_model_s_is_refused_before_anything_starts(model: Path) -> None:
+    values = {"model_path": str(model), "context_length": 4096}
+    resolve_models(values)
+    told = "--context-length 4097 is more than the model's 4096 positions"
+    for size in (1, 2):
+        own = values | {"context_length": 4097, "tensor_parallel_size": size}
+        with pytest.raises(ConfigError, match=told):
+            resolve_models(own)
+        with pytest.raises(ConfigError, match=told):
+            load_target(VerifyConfig(**own, device="cpu"))
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

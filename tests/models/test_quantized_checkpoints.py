@@ -2,6 +2,7 @@
 stand for.
 """
 
+import itertools
 import json
 import re
 
@@ -15,7 +16,8 @@ from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear
 from foredraft.layers.quantized import ExpandedMethod, StoredMethod
 from foredraft.layers.quantized_matrix import dequantize
-from foredraft.layers.stored_weights import StoredMatrix
+from foredraft.layers.stored_weights import StoredMatrix, stored_tensors
+from foredraft.layers.weight_scheme import GGUF_SCHEMES
 from foredraft.models.config import ModelConfig
 from foredraft.models.loader import load_model
 from foredraft.runner.batch import SequenceRows
@@ -91,6 +93,36 @@ def test_each_bit_of_a_matrix_is_read(name):
             want = meant.narrow(0 if split == "outputs" else 1, first, count)
         # Products of few bits are exact in float32 but for scales of 24 bits.
         torch.testing.assert_close(got, want, rtol=1.2e-7, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, *GGUF_SCHEMES])
+def test_shares_are_refused_where_they_cut_what_is_stored_as_one(kind):
+    scheme = GGUF_SCHEMES.get(kind)
+    if scheme is None:
+        raw = CONFIG | {"quantization_config": FORMATS[kind].config}
+        scheme = ModelConfig.from_dict(raw).quantization.scheme
+    refused = set()
+    for split, whole, num_ranks in itertools.product(
+        ("outputs", "inputs"), (64, 128, 192, 256, 1024, 2304), (1, 2, 3, 4, 8, 16)
+    ):
+        count = whole // num_ranks
+        shape = (whole, 512) if split == "outputs" else (512, whole)
+        each = [
+            stored.dim_of(split)[1]
+            for stored in stored_tensors(scheme, shape[1]).values()
+            if stored.dim_of(split) is not None
+        ]
+        is_cut = any(count % one for one in each if one < whole)
+        is_cut |= scheme.has_order and split == "inputs"
+        is_cut &= count < whole
+        assert bool(scheme.why_cut(split, count, whole)) == is_cut, (split, whole, num_ranks)
+        refused.add(is_cut)
+        if is_cut:
+            with pytest.raises(ValueError, match=r"a rank|act-order"):
+                StoredMatrix(scheme, shape, split, count, count, torch.device("meta"))
+        else:
+            StoredMatrix(scheme, shape, split, 0, count, torch.device("meta"))
+    assert False in refused
 
 
 @pytest.mark.parametrize("name", ["packed-32", "packed-64", "packed-int8"])
