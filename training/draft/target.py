@@ -12,11 +12,25 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.models.quantization_config import QUANTIZATION_KEYS
+from foredraft.models.weights import first_line
 from training.lm.decoding import write_text
 from training.lm.model import Llama, LlamaShape
 from training.lm.trainer import load_model
 
+_REMEDY = "train on the plain checkpoint"
 _PART_BYTES = 1 << 20  # bytes of a file's begin, middle and end
+
+
+def _is_plain_llama(config: dict[str, Any]) -> bool:
+    """Returns whether config.json says no more than `LlamaShape` holds."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (
+        config.get("architectures") == ["LlamaForCausalLM"]
+        and config.get("hidden_act", "silu") == "silu"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not any(config.get(key) for key in ("attention_bias", "mlp_bias", *QUANTIZATION_KEYS))
+    )
 
 
 class Target:
@@ -37,7 +51,7 @@ class Target:
         self.path, self.device, self.dtype = path, device, dtype
         config = json.loads((path / "config.json").read_text())
         self._own: Llama | None = None
-        if config.get("architectures") == ["LlamaForCausalLM"] and not config.get("rope_scaling"):
+        if _is_plain_llama(config):
             self._own = load_model(path, device, dtype)
             self.embed_weight = self._own.model.embed_tokens.weight.to(dtype)
             self.output_weight = self._own.output_weight.to(dtype)
@@ -72,12 +86,25 @@ class Target:
     def features(self, tokens: Tensor, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Computes hidden states after the final norm, and the residual streams in `capture`.
 
-        All are [B, T, H]; a stream has the number of the layer it enters.
+        All are [B, T, H]; a stream has the number of the layer it enters, and the one that leaves
+        the last layer their number.
         """
         if self._own is not None:
             return self._own(tokens, capture)
-        output = self._theirs.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        return output.last_hidden_state, [output.hidden_states[index] for index in capture]
+        norm: list[Tensor] = []  # what enters and leaves it; `hidden_states` ends behind it
+        hook = self._theirs.model.norm.register_forward_hook(
+            lambda module, inputs, output: norm.extend((inputs[0], output))
+        )
+        try:
+            # The whole model, since quantised ones unpack their weights in their first forward.
+            output = self._theirs(
+                input_ids=tokens, output_hidden_states=True, use_cache=False, logits_to_keep=1
+            )
+        finally:
+            hook.remove()
+        last, hidden = norm
+        streams = [*output.hidden_states[:-1], last]
+        return hidden, [streams[index] for index in capture]
 
     def _transformers(self, architectures: list[str]) -> Any:
         import transformers
@@ -87,7 +114,19 @@ class Target:
             # A head names a class of its own beside the model_type of its target.
             if not hasattr(transformers, name):
                 raise CheckpointError(f"{self.path} is no model that transformers runs: {name}")
-        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
+        load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
+        try:
+            model, info = load(self.path, dtype=self.dtype, output_loading_info=True)
+        except ImportError as error:  # a package that transformers wants for a quantization
+            raise CheckpointError(
+                f"{self.path}: transformers does not run it: {first_line(error)}; {_REMEDY}"
+            ) from error
+        # transformers warns of both, and computes another model.
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(f"{self.path} lacks {missing[0]}")
+        scales = [name for name in info["unexpected_keys"] if ".weight_" in name]
+        if scales:
+            raise CheckpointError(f"{self.path}: transformers leaves {min(scales)} out; {_REMEDY}")
         return model.to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -116,7 +155,8 @@ class Target:
             if temperature > 0
             else {"do_sample": False}
         )
-        self._theirs.generation_config.eos_token_id = None
+        # Nothing of the checkpoint's own defaults, such as a repetition penalty.
+        self._theirs.generation_config = type(self._theirs.generation_config)()
 
         def watch(tokens: Tensor, scores: Any, **options: Any) -> Tensor:
             on_token()
