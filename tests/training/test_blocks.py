@@ -205,6 +205,7 @@ def test_layers_are_spread_as_published_drafters_have_them() -> None:
     # What these layers give: 1, 9, 17, 25, 33 of Qwen3-8B.
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34)
     assert spread_layers(2, 2) == (1, 2)
+    assert spread_layers(2, 4) == (0, 1, 2)  # no more than there are
 
 
 def test_a_block_that_fits_no_window_is_refused(

@@ -55,10 +55,10 @@ class BlockShape:
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Returns the layers whose incoming streams are fused, spread evenly over the target.
 
-    z-lab's drafters choose the same.
+    z-lab's drafters choose the same. A tiny target may have fewer than `count`.
     """
     if count == 1 or num_target_layers < 5:
-        return tuple(range(num_target_layers, num_target_layers - count, -1))[::-1]
+        return tuple(range(max(0, num_target_layers - count + 1), num_target_layers + 1))
     span = num_target_layers - 4
     return tuple(round(1 + i * span / (count - 1)) + 1 for i in range(count))
 
