@@ -3,6 +3,7 @@ their heads, and write their own text.
 """
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,29 @@ def test_a_quantization_that_transformers_does_not_run_is_refused(
     write(plain, tmp_path / "quantized", FORMATS[form])
     with pytest.raises(CheckpointError, match=r"quantized: transformers .*; train on the plain"):
         read(tmp_path / "quantized")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{bad", "config.json"),
+        ("config.json", b"[]", "config.json"),
+        ("config.json", b'{"architectures": ["Qwen3ForCausalLM"]}', "model_type"),
+        ("config.json", b'{"architectures": ["LlamaForCausalLM"]}', "vocab_size is missing"),
+        ("model.safetensors", b"\x08" + bytes(7) + b"{}      ", ""),
+        ("model.safetensors", None, ""),
+    ],
+)
+def test_a_broken_target_is_named(
+    name: str, content: bytes | None, message: str, family: str, tmp_path: Path
+) -> None:
+    make(tmp_path, family)
+    if content is None:
+        content = (tmp_path / name).read_bytes()[:-100]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(tmp_path))}.*{message}"):
+        read(tmp_path)
 
 
 def test_a_target_that_lacks_weights_is_not_filled_up_with_random_ones(tmp_path: Path) -> None:

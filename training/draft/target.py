@@ -3,15 +3,16 @@ itself.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import read_json
 from foredraft.models.quantization_config import QUANTIZATION_KEYS
 from foredraft.models.weights import first_line
 from training.lm.decoding import write_text
@@ -49,7 +50,7 @@ class Target:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"no config.json in {path}")
         self.path, self.device, self.dtype = path, device, dtype
-        config = json.loads((path / "config.json").read_text())
+        config = read_json(path / "config.json")
         self._own: Llama | None = None
         if _is_plain_llama(config):
             self._own = load_model(path, device, dtype)
@@ -120,6 +121,10 @@ class Target:
         except ImportError as error:  # a package that transformers wants for a quantization
             raise CheckpointError(
                 f"{self.path}: transformers does not run it: {first_line(error)}; {_REMEDY}"
+            ) from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.path}: transformers cannot load it: {first_line(error)}"
             ) from error
         # transformers warns of both, and computes another model.
         if missing := sorted(info["missing_keys"]):

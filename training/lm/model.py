@@ -2,7 +2,6 @@
 checkpoint.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import read_json
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +41,15 @@ class LlamaShape:
 
     @classmethod
     def from_dir(cls, path: Path) -> "LlamaShape":
-        """Reads the sizes from a Hugging Face `config.json`."""
-        config = json.loads((path / "config.json").read_text())
+        """Reads the sizes from a Hugging Face `config.json`.
+
+        Raises:
+            CheckpointError: The file cannot be read, or lacks one.
+        """
+        config = read_json(path / "config.json")
+        for name in _SIZES:
+            if not isinstance(config.get(name), int):
+                raise CheckpointError(f"{path / 'config.json'}: {name} is missing")
         heads = config["num_attention_heads"]
         rope = config.get("rope_parameters") or config
         return cls(

@@ -29,6 +29,7 @@ from training.text_data import (
     WindowSampler,
     load_or_pack,
     read_documents,
+    read_tokenizer,
     save_tokenizer,
     train_tokenizer,
 )
@@ -159,7 +160,7 @@ class LMTrainer:
             size = sum(len(document.text) for document in documents)
             say(f"read {len(documents)} documents, {size / 1e6:.1f} M characters")
         if has_tokenizer:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = read_tokenizer(file)
         elif config.tokenizer is not None:
             raise CheckpointError(f"no tokenizer.json in {config.tokenizer}")
         else:
