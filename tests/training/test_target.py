@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.errors import CheckpointError
 from testing.quantized_checkpoints import FORMATS, reference, tiny_llama, write
 from training.draft.target import Target
+from training.lm.trainer import load_model
 
 HAS_OPTIMUM = importlib.util.find_spec("optimum") is not None
 SIZES: dict[str, Any] = {
@@ -77,6 +78,13 @@ def test_a_llama_that_is_not_plain_is_computed_as_it_is(
         torch.testing.assert_close(
             F.linear(hidden, target.output_weight), model(prompts()).logits, rtol=1e-3, atol=1e-3
         )
+
+
+def test_a_teacher_is_a_plain_llama(tmp_path: Path) -> None:
+    """`train lm --teacher` computes no other, and its weights would fit."""
+    make(tmp_path, "Llama", rope_parameters=SCALED)
+    with pytest.raises(CheckpointError, match=r"config\.json: not a plain Llama"):
+        load_model(tmp_path, "cpu")
 
 
 def test_a_quantized_llama_is_computed_as_it_is(tmp_path: Path) -> None:

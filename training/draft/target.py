@@ -13,25 +13,13 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.models.config_reader import read_json
-from foredraft.models.quantization_config import QUANTIZATION_KEYS
 from foredraft.models.weights import first_line
 from training.lm.decoding import write_text
-from training.lm.model import Llama, LlamaShape
+from training.lm.model import Llama, LlamaShape, is_plain_llama
 from training.lm.trainer import load_model
 
 _REMEDY = "train on the plain checkpoint"
 _PART_BYTES = 1 << 20  # bytes of a file's begin, middle and end
-
-
-def _is_plain_llama(config: dict[str, Any]) -> bool:
-    """Returns whether config.json says no more than `LlamaShape` holds."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return (
-        config.get("architectures") == ["LlamaForCausalLM"]
-        and config.get("hidden_act", "silu") == "silu"
-        and rope.get("rope_type", rope.get("type", "default")) == "default"
-        and not any(config.get(key) for key in ("attention_bias", "mlp_bias", *QUANTIZATION_KEYS))
-    )
 
 
 class Target:
@@ -50,15 +38,14 @@ class Target:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"no config.json in {path}")
         self.path, self.device, self.dtype = path, device, dtype
-        config = read_json(path / "config.json")
         self._own: Llama | None = None
-        if _is_plain_llama(config):
+        if is_plain_llama(path):
             self._own = load_model(path, device, dtype)
             self.embed_weight = self._own.model.embed_tokens.weight.to(dtype)
             self.output_weight = self._own.output_weight.to(dtype)
             self.shape = self._own.shape
         else:
-            self._theirs: Any = self._transformers(config.get("architectures") or [])
+            self._theirs: Any = self._transformers()
             self.embed_weight = self._theirs.get_input_embeddings().weight
             self.output_weight = self._theirs.get_output_embeddings().weight
             self.shape = LlamaShape.from_dir(path)
@@ -107,11 +94,11 @@ class Target:
         streams = [*output.hidden_states[:-1], last]
         return hidden, [streams[index] for index in capture]
 
-    def _transformers(self, architectures: list[str]) -> Any:
+    def _transformers(self) -> Any:
         import transformers
         from transformers import AutoModelForCausalLM
 
-        for name in architectures:
+        for name in read_json(self.path / "config.json").get("architectures") or []:
             # A head names a class of its own beside the model_type of its target.
             if not hasattr(transformers, name):
                 raise CheckpointError(f"{self.path} is no model that transformers runs: {name}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
 from foredraft.models.config_reader import read_json
+from foredraft.models.quantization_config import QUANTIZATION_KEYS
 
 _SIZES = (
     "vocab_size",
@@ -98,6 +99,22 @@ class LlamaShape:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for a checkpoint or a log."""
         return asdict(self)
+
+
+def is_plain_llama(path: Path) -> bool:
+    """Returns whether config.json says no more than `LlamaShape` holds.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    config = read_json(path / "config.json")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (
+        config.get("architectures") == ["LlamaForCausalLM"]
+        and config.get("hidden_act", "silu") == "silu"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not any(config.get(key) for key in ("attention_bias", "mlp_bias", *QUANTIZATION_KEYS))
+    )
 
 
 def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
