@@ -100,13 +100,14 @@ def test_a_quantized_llama_is_computed_as_it_is(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Phi"])
 def test_the_last_stream_leaves_the_last_layer_before_the_norm(family: str, tmp_path: Path) -> None:
     """As a verifier gives it to a head (`default_aux_layers`, `spread_layers`)."""
     model = make(tmp_path, family)
     with torch.no_grad():
         hidden, (first, last) = read(tmp_path).features(prompts(), (1, 2))
-        torch.testing.assert_close(model.model.norm(last), hidden, rtol=1e-4, atol=1e-4)
+        norm = model.model.final_layernorm if family == "Phi" else model.model.norm
+        torch.testing.assert_close(norm(last), hidden, rtol=1e-4, atol=1e-4)
         want = model(prompts(), output_hidden_states=True).hidden_states[1]
         torch.testing.assert_close(first, want, rtol=1e-4, atol=1e-4)
 

@@ -79,9 +79,9 @@ class Target:
         """
         if self._own is not None:
             return self._own(tokens, capture)
-        norm: list[Tensor] = []  # what enters and leaves it; `hidden_states` ends behind it
-        hook = self._theirs.model.norm.register_forward_hook(
-            lambda module, inputs, output: norm.extend((inputs[0], output))
+        last: list[Any] = []  # `hidden_states` ends with this stream behind the norm
+        hook = self._theirs.model.layers[-1].register_forward_hook(
+            lambda layer, inputs, output: last.append(output)
         )
         try:
             # The whole model, since quantised ones unpack their weights in their first forward.
@@ -90,8 +90,8 @@ class Target:
             )
         finally:
             hook.remove()
-        last, hidden = norm
-        streams = [*output.hidden_states[:-1], last]
+        *streams, hidden = output.hidden_states
+        streams.append(last[0][0] if isinstance(last[0], tuple) else last[0])
         return hidden, [streams[index] for index in capture]
 
     def _transformers(self) -> Any:
