@@ -9,11 +9,11 @@ each product.
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import exact_gemm, words_factors, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.parameters import frozen_parameter
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 
@@ -88,9 +88,9 @@ class WordsMethod(LinearMethod):
                 numbers, scales, zeros, self._dtype
             )
             factors, self._form = words_factors.factor_words(scales.t(), zeros.t(), self._dtype)
-            linear.scales = _parameter(factors)
+            linear.scales = frozen_parameter(factors)
         else:
-            linear.scales = _parameter(scales.t().contiguous().float())
+            linear.scales = frozen_parameter(scales.t().float())
         if bits == 4 and words_native.takes(numbers, self._dtype, self._group, self._unit):
             self.early_rows = words_native.MOST_ROWS
         if numbers.dtype == torch.int8:
@@ -101,7 +101,7 @@ class WordsMethod(LinearMethod):
         words = units[:, :, 0].int()
         for plane in range(1, planes):
             words |= units[:, :, plane].int() << bits * plane
-        linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
+        linear.weight = frozen_parameter(words.view(num_outputs, num_inputs // planes))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -207,10 +207,6 @@ class WordsMethod(LinearMethod):
             FORM=int(self._form), BLOCK_N=block_n,
         )  # fmt: skip
         return out
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 def _added_up(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
