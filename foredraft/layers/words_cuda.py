@@ -25,9 +25,8 @@ _UNITS = (32, 16)  # words of a unit, see `words_kernels`
 _PARTS = (4, 2, 1)  # parts of the inputs
 _WIDE = 16384  # outputs from which on there are programs enough that have all inputs
 _MANY = 6144  # outputs from which on programs of twice as many are faster
-_PART_MULTIPLE = (
-    128  # inputs of a part are a multiple of this: tiles of dequantised weights are whole
-)
+# Inputs of a part are a multiple of this: tiles of dequantised weights are whole.
+_PART_MULTIPLE = 128
 _H200_SHARED = 232448
 
 
@@ -153,9 +152,11 @@ class WordsMethod(LinearMethod):
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        weight = linear.num_outputs * linear.num_inputs * itemsize
-        parts = min(num_rows, _PARTED_ROWS) * self._parts * 4 if self._parts > 1 else 0
-        return ProductBytes(linear.num_outputs * max(num_rows * itemsize, parts), weight)
+        plain = num_rows * linear.num_outputs * itemsize
+        parted = min(num_rows, _PARTED_ROWS) * linear.num_outputs if self._parts > 1 else 0
+        # The rounded sum of the parts, or with more rows the dequantised weights.
+        scratch = max(parted * itemsize, linear.num_outputs * linear.num_inputs * itemsize)
+        return ProductBytes(max(plain, parted * self._parts * 4), scratch)
 
     def _tile(self, rows: int, outputs: int, gated: bool) -> _Tile:
         """Returns the fastest tile of a sweep on an H200 over the matrices of Llama-3.1-8B."""
