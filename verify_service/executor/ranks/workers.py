@@ -33,7 +33,6 @@ from verify_service.executor.ranks.stream import Streams
 from verify_service.executor.ranks.watchdog import RankWatchdog
 
 STOP_SECONDS = 5.0
-BEAT_SECONDS = 0.5
 # Seconds for all hosts to join; models are loaded after that.
 JOIN_SECONDS = 600.0
 # Address for ranks that are all on one machine.
