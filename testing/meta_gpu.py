@@ -113,6 +113,14 @@ class _Kernels(types.ModuleType):
         return _Kernel()
 
 
+class _Descriptor:
+    """In place of Triton's: a type, since Triton keeps it where it is imported meanwhile."""
+
+    @staticmethod
+    def from_tensor(*args: object) -> None:
+        """Describes nothing."""
+
+
 @contextmanager
 def meta_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs the code for an H200 on meta tensors."""
@@ -122,7 +130,7 @@ def meta_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setitem(sys.modules, f"{package}.{name}", module)
             monkeypatch.setattr(sys.modules[package], name, module, raising=False)
     descriptors: Any = types.ModuleType("triton.tools.tensor_descriptor")
-    descriptors.TensorDescriptor = types.SimpleNamespace(from_tensor=lambda *args: None)
+    descriptors.TensorDescriptor = _Descriptor
     monkeypatch.setitem(sys.modules, descriptors.__name__, descriptors)
     monkeypatch.setattr(device_limits, "INTERPRETED_UNITS", UNITS)
     monkeypatch.setattr(exact_gemm, "is_hopper", lambda device: True)

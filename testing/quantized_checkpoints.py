@@ -212,6 +212,16 @@ def with_input_scale(pack: Pack) -> Pack:
     return packed
 
 
+def with_input_zero_point(pack: Pack) -> Pack:
+    """Adds the zero point of static activations that are not symmetric."""
+
+    def packed(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, meant = pack(weight)
+        return tensors | {"input_zero_point": torch.tensor([-3], dtype=torch.int8)}, meant
+
+    return packed
+
+
 def int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Quantises to int8 with a scale for each output."""
     numbers, scales, meant = _symmetric(weight, weight.shape[1], 8)
@@ -308,6 +318,7 @@ def compressed(form: str, activations: Any = None, **weights: Any) -> dict[str, 
 
 _BY_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+_SHIFTED = _STATIC | {"type": "int", "symmetric": False}
 _AWQ = {
     "quant_method": "awq",
     "bits": 4,
@@ -368,4 +379,8 @@ FORMATS: dict[str, Format] = {
     "packed-int8-32": Format(_grouped(32, bits=8), packed(32, bits=8)),  # as of GGUF's Q8_0
     "packed-int8": Format(_grouped(128, bits=8), packed(128, bits=8)),
     "int8": Format(compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8),
+    "int8-static": Format(
+        compressed("int-quantized", _SHIFTED, num_bits=8, type="int", strategy="channel"),
+        with_input_zero_point(with_input_scale(int8)),
+    ),
 }

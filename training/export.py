@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
+
+from foredraft.errors import CheckpointError
 
 SHARD_BYTES = 15 * 2**20
 
@@ -54,12 +57,17 @@ def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Loads all tensors of a checkpoint folder's safetensors files."""
-    from safetensors.torch import load_file
+    """Loads all tensors of a checkpoint folder's safetensors files.
 
+    Raises:
+        CheckpointError: A file is broken.
+    """
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
-        tensors.update(load_file(str(file)))
+        try:
+            tensors.update(load_file(str(file)))
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
     return tensors
 
 

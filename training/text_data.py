@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from torch import Tensor
 
-from foredraft.errors import ConfigError
+from foredraft.errors import CheckpointError, ConfigError
 from training.export import save_array
 from training.progress import say
 
@@ -138,6 +138,21 @@ def train_tokenizer(
         special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
     )
     return tokenizer
+
+
+def read_tokenizer(source: Path) -> Tokenizer:
+    """Reads a tokenizer.json, given by its folder or its own path.
+
+    Raises:
+        CheckpointError: It is missing or broken.
+    """
+    file = source / "tokenizer.json" if source.is_dir() else source
+    if not file.is_file():
+        raise CheckpointError(f"no tokenizer.json in {source}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise CheckpointError(f"{file}: no tokenizer: {error}") from error
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None:

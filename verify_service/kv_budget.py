@@ -96,7 +96,7 @@ def kv_budget(
 
 def host_bytes_per_rank(config: VerifyConfig) -> int:
     """Returns the memory that is free on this host for each of its ranks."""
-    return available_host_bytes() // (config.tensor_parallel_size // config.nodes().count)
+    return available_host_bytes() // config.ranks_per_host()
 
 
 def neighbours(
@@ -107,7 +107,7 @@ def neighbours(
     """
     cards: set[str] = set()
     if target.device.type == "cuda":
-        num_local = config.tensor_parallel_size // config.nodes().count
+        num_local = config.ranks_per_host()
         ranks = [torch.device("cuda", number) for number in range(num_local)]
         cards = {cuda.uuid_of(card) for card in (ranks if num_local > 1 else [target.device])}
     return [info for info in infos_of(links) if not info.device_uuid or info.device_uuid in cards]

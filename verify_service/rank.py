@@ -28,10 +28,9 @@ from verify_service.executor.ranks.board import Board, Inbox, timed
 from verify_service.executor.ranks.choice import LocalLogits
 from verify_service.executor.ranks.group import ProcessGroup
 from verify_service.executor.ranks.messages import Kind
-from verify_service.executor.ranks.stream import StreamBoard
+from verify_service.executor.ranks.stream import BEAT_SECONDS, StreamBoard
 from verify_service.executor.ranks.watchdog import RANK_LOST, LeaderWatch
 from verify_service.executor.ranks.workers import (
-    BEAT_SECONDS,
     JOIN_SECONDS,
     STREAM_PORT,
     Join,

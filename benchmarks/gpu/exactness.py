@@ -36,7 +36,7 @@ from verify_service.executor.captured.step import DecodeStep, StepSizes
 PAGE_SIZE = 16
 REPEATS = 11
 LEVELS = (OFF, STRICT)
-# Parents of the rows, the root's first: see `triton_sampling`.
+# Parents of the rows, the root's first: see `trees.walk_trees`.
 ROWS = {
     "plain": [-1],
     "chain": [-1, 0, 1, 2],

@@ -49,15 +49,37 @@ class HeadLevels:
         return output.logits, output.features
 
 
-def head_sizes(runner: HeadRunner, states: TargetStates) -> MethodSizes:
-    """Returns the sizes of a head."""
-    head = runner.head
-    layer = head.config.layer
-    columns = head.lm_head.weight.shape[0]
-    return MethodSizes(layer, head.dtype, head.device, columns, layer.hidden_size, states.width)
+class StatesMethod(DraftMethod):
+    """Base class of the methods of heads, whose committed tokens read the target's hidden states.
+
+    Args:
+        runner: Runs the head; its KV includes the scratch pages of methods that use some.
+        attach: The verifier's sizes.
+    """
+
+    def __init__(self, runner: HeadRunner, attach: draft_pb2.AttachRequest) -> None:
+        head = runner.head
+        layer, columns = head.config.layer, head.lm_head.weight.shape[0]
+        self._attach, self._ordering = attach, ordering_of(attach)
+        self._levels, self._states = HeadLevels(runner), TargetStates(runner, attach.fused)
+        self.sizes = MethodSizes(
+            layer, head.dtype, head.device, columns, layer.hidden_size, self._states.width
+        )
+        self._most_rows = most_rows(head.device)
+
+    def extend(
+        self, extensions: Sequence[Extension], reader: HiddenReader | None
+    ) -> list[TreeRequest]:
+        """See DraftMethod."""
+        features = self._states.features(reader, extensions)
+        return extend(self._levels, extensions, self._most_rows, features)
+
+    def warm_up(self) -> None:
+        """See DraftMethod."""
+        warm_up(self._levels, self.sizes, self._attach, self._states.blank)
 
 
-class HeadMethod(DraftMethod):
+class HeadMethod(StatesMethod):
     """Drafts trees for one verifier with a head of one module.
 
     Args:
@@ -69,27 +91,12 @@ class HeadMethod(DraftMethod):
     def __init__(
         self, runner: HeadRunner, attach: draft_pb2.AttachRequest, scratch: Scratch
     ) -> None:
-        self._attach = attach
-        self._levels, self._states = HeadLevels(runner), TargetStates(runner, attach.fused)
-        self.sizes = head_sizes(runner, self._states)
-        self._most_rows = most_rows(self.sizes.device)
-        ordering = ordering_of(attach)
-        self._drafter = BeamDrafter(self._levels, scratch, attach.page_size, ordering)
-
-    def extend(
-        self, extensions: Sequence[Extension], reader: HiddenReader | None
-    ) -> list[TreeRequest]:
-        """See DraftMethod."""
-        features = self._states.features(reader, extensions)
-        return extend(self._levels, extensions, self._most_rows, features)
+        super().__init__(runner, attach)
+        self._drafter = BeamDrafter(self._levels, scratch, attach.page_size, self._ordering)
 
     def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """See DraftMethod."""
         return self._drafter.draft(requests)
-
-    def warm_up(self) -> None:
-        """See DraftMethod."""
-        warm_up(self._levels, self.sizes, self._attach, self._states.blank)
 
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> LevelStep:
         """See DraftMethod."""

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.drafters.beam_drafting import TreeRequest, empty_trees
-from draft_service.drafters.extending import Run, ending, forwards, most_rows, warm_up
-from draft_service.drafters.head_method import HeadLevels, head_sizes
-from draft_service.drafters.method import DraftMethod, ordering_of
+from draft_service.drafters.extending import Run, ending, forwards
+from draft_service.drafters.head_method import StatesMethod
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
-from draft_service.drafters.target_states import TargetStates
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.transport.base import HiddenReader
@@ -55,7 +53,7 @@ class _Window:
         return Run(self.sequence, self.start, tokens, True)
 
 
-class ModuleChainMethod(DraftMethod):
+class ModuleChainMethod(StatesMethod):
     """Drafts chains for one verifier with a head of several modules.
 
     Args:
@@ -64,11 +62,8 @@ class ModuleChainMethod(DraftMethod):
     """
 
     def __init__(self, runner: HeadRunner, attach: draft_pb2.AttachRequest) -> None:
-        self._runner, self._attach = runner, attach
-        self._levels, self._states = HeadLevels(runner), TargetStates(runner, attach.fused)
-        self.sizes = head_sizes(runner, self._states)
-        self._most_rows, self._ordering = most_rows(self.sizes.device), ordering_of(attach)
-        self._num_modules = runner.head.num_modules
+        super().__init__(runner, attach)
+        self._runner, self._num_modules = runner, runner.head.num_modules
         self._kept: dict[int, _Window] = {}  # by slot: the last keys that were computed
         self._windows: list[_Window] = []
 
@@ -117,10 +112,6 @@ class ModuleChainMethod(DraftMethod):
             finished = tree.finish()
             trees |= {w.sequence.slot: t for w, t in zip(windows, finished, strict=True)}
         return [trees.get(request.sequence.slot, EMPTY) for request in requests]
-
-    def warm_up(self) -> None:
-        """See DraftMethod."""
-        warm_up(self._levels, self.sizes, self._attach, self._states.blank)
 
     def _window(self, extension: Extension, reader: HiddenReader | None) -> _Window:
         """Returns an extension's keys, and before them the keys that deeper modules must compute

@@ -9,22 +9,17 @@ import torch
 
 from draft_service.drafters.beam_drafting import Scratch, TreeRequest
 from draft_service.drafters.chains import draft_trees, rows_behind
-from draft_service.drafters.extending import extend, most_rows, warm_up
-from draft_service.drafters.head_method import HeadLevels, head_sizes
+from draft_service.drafters.head_method import StatesMethod
 from draft_service.drafters.hidden_source import HiddenSource
-from draft_service.drafters.method import DraftMethod, ordering_of
-from draft_service.drafters.paged_sequences import Extension
-from draft_service.drafters.target_states import TargetStates
 from draft_service.models.peagle import PEagleHead
 from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.head_runner import HeadRunner
 from draft_service.steps.parallel_step import ParallelStep
 from foredraft.api.draft.v1 import draft_pb2
-from foredraft.transport.base import HiddenReader
 from foredraft.trees.draft_tree import DraftTree
 
 
-class ParallelMethod(DraftMethod):
+class ParallelMethod(StatesMethod):
     """Drafts for one verifier with a P-EAGLE head.
 
     Args:
@@ -41,19 +36,10 @@ class ParallelMethod(DraftMethod):
         attach: draft_pb2.AttachRequest,
         scratch: Scratch,
     ) -> None:
-        self._head, self._attach, self._scratch = head, attach, scratch
-        self._levels, self._states = HeadLevels(runner), TargetStates(runner, attach.fused)
-        self.sizes = head_sizes(runner, self._states)
-        self._most_rows, self._ordering = most_rows(self.sizes.device), ordering_of(attach)
+        super().__init__(runner, attach)
+        self._head, self._scratch = head, scratch
         with torch.inference_mode():
             self._mask_feature = head.mask_feature()
-
-    def extend(
-        self, extensions: Sequence[Extension], reader: HiddenReader | None
-    ) -> list[TreeRequest]:
-        """See DraftMethod."""
-        features = self._states.features(reader, extensions)
-        return extend(self._levels, extensions, self._most_rows, features)
 
     def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """See DraftMethod."""
@@ -84,10 +70,6 @@ class ParallelMethod(DraftMethod):
 
         token_map = self._head.token_map
         return draft_trees(requests, next_logits, self._ordering, token_map, self.sizes.device)
-
-    def warm_up(self) -> None:
-        """See DraftMethod."""
-        warm_up(self._levels, self.sizes, self._attach, self._states.blank)
 
     def fixed_step(self, options: StepOptions, source: HiddenSource | None) -> ParallelStep:
         """See DraftMethod."""

@@ -12,12 +12,12 @@ from foredraft.attention.exact_tile_kernels import (
     empty,
     is_start,
     load_query,
-    load_rows,
     load_sums,
     merge,
     merge_parts,
     segment_of,
 )
+from foredraft.attention.page_kernels import load_rows
 
 
 @triton.jit

@@ -11,15 +11,14 @@ from foredraft.attention.exact_tile_kernels import (
     add_tile,
     empty,
     is_start,
-    load_pages,
     load_query,
-    load_rows,
     load_sums,
     merge,
     merge_parts,
     segment_of,
     start_of,
 )
+from foredraft.attention.page_kernels import load_pages, load_rows
 
 
 @triton.jit

@@ -8,6 +8,7 @@ No length is read by the host.
 import triton
 import triton.language as tl
 
+from foredraft.attention.page_kernels import load_pages, load_rows
 from foredraft.attention.split_kv_kernels import (
     BEGIN,
     BLOCK,
@@ -27,20 +28,6 @@ def _byte(words, index: tl.constexpr, KEPT: tl.constexpr, dtype: tl.constexpr):
     """Converts one of the four 8-bit floats of each word."""
     byte = ((words >> (8 * index)) & 0xFF).to(tl.uint8)
     return byte.to(KEPT, bitcast=True).to(dtype)
-
-
-@triton.jit
-def _pages(table, keys, end, PAGE_SIZE: tl.constexpr):
-    """Loads the pages of the keys before `end`."""
-    return tl.load(table + keys // PAGE_SIZE, mask=keys < end, other=0)
-
-
-@triton.jit
-def _rows(ptr, slots, in_range, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads rows of WIDTH elements [slots, BLOCK], with zeros outside of the range."""
-    columns = tl.arange(0, BLOCK)
-    wanted = in_range[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(ptr + slots[:, None] * WIDTH + columns[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
@@ -219,7 +206,7 @@ def attend(
 
     # Pages of keys are loaded one tile ahead: the compiler then keeps all its stages for keys and
     # values.
-    pages = _pages(table, begin + tl.arange(0, BLOCK_N), end, PAGE_SIZE)
+    pages = load_pages(table, begin + tl.arange(0, BLOCK_N), end, PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         seen = is_row[:, None] & (keys < end)[None, :]
@@ -248,14 +235,14 @@ def attend(
                 places = tl.where(placed, tl.load(at, mask=placed, other=0), keys)
             seen = seen & (places[None, :] >= oldest[:, None])
         slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-        pages = _pages(table, keys + BLOCK_N, end, PAGE_SIZE)
+        pages = load_pages(table, keys + BLOCK_N, end, PAGE_SIZE)
         in_range = keys < end
         # Both loads start before either result is needed.
-        k = _rows(k_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
+        k = load_rows(k_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
         if PACKED:
-            v = _rows(v_words, slots, in_range, WORDS, BLOCK_W)
+            v = load_rows(v_words, slots, in_range, WORDS, BLOCK_W)
         else:
-            v = _rows(v_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_ptr, slots, in_range, HEAD_DIM, BLOCK_D)
         weights, shrink, best, total = _weights(best, total, q, k, in_range, seen, scale, PRECISION)
         if PACKED:
             kept: tl.constexpr = v_ptr.dtype.element_ty

@@ -77,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="ALGORITHM=PATH",
         help=(
-            "draft model of STANDALONE, or head of EAGLE, EAGLE3 or MTP; several times [those of"
-            " the bundled model]"
+            "draft model of STANDALONE, or head of any other algorithm but NGRAM; several times"
+            " [those of the bundled model]"
         ),
     )
     parser.add_argument(

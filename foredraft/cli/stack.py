@@ -299,7 +299,7 @@ def _drafts(config: ServeConfig) -> dict[str, ServeConfig]:
     """
     drafts = [one for one in each_draft(config) if one.speculative_algorithm != "NONE"]
     number = config.draft_device
-    if number is not None and number >= config.tensor_parallel_size and not is_on_cpu(config):
+    if number is not None and number >= config.ranks_per_host() and not is_on_cpu(config):
         drafts = [
             dataclasses.replace(one, speculative_draft_ahead=not why_not_ahead(one))
             if one.speculative_draft_ahead is None

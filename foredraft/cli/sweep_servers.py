@@ -40,7 +40,11 @@ class StartedServers:
         self.given = given
 
     def settings(self, arguments: argparse.Namespace) -> list[Setting]:
-        """Returns the grid of the flags."""
+        """Returns the grid of the flags.
+
+        Raises:
+            ConfigError: A flag is wrong, or an algorithm that was asked for cannot be served.
+        """
         drafts = dict(
             BUNDLED_DRAFTS if self.model == "foredraft-demo" and not arguments.draft else {}
         )
@@ -50,12 +54,19 @@ class StartedServers:
                 raise ConfigError(f"--draft {pair}: not ALGORITHM=PATH")
             drafts[algorithm] = path
         wanted = arguments.algorithm or ["NGRAM", *drafts]
-        return sweep.grid(
+        found = sweep.grid(
             {name: drafts.get(name, "") for name in wanted},
             arguments.steps,
             arguments.topk,
             arguments.num_draft_tokens,
         )
+        for name in arguments.algorithm or ():
+            if not any(setting.algorithm == name for setting in found):
+                remedy = "" if name in drafts else f"; name its model with --draft {name}=PATH"
+                raise ConfigError(
+                    f"--algorithm {name}: no tree of these sizes can be served{remedy}"
+                )
+        return found
 
     @contextlib.contextmanager
     def open(self, setting: Setting) -> Iterator[str]:

@@ -104,6 +104,14 @@ class RanksConfig:
             raise ConfigError(f"{address_name} {address}: must be HOST:PORT")
         return Nodes(count, rank, host.strip("[]"), int(port))
 
+    def ranks_per_host(self) -> int:
+        """Returns the number of ranks on each host.
+
+        Raises:
+            ConfigError: See `nodes`.
+        """
+        return self.tensor_parallel_size // self.nodes().count
+
     def check_shares(self, sizes: Mapping[str, int], why_not: Callable[[int], str]) -> None:
         """Raises ConfigError, with the numbers that do work, where this number of ranks cannot
         share a model.
@@ -126,23 +134,19 @@ class RanksConfig:
             f" give {_any_of(fitting)}"
         )
 
-    def check_gpus(self, num_gpus: int | None = None) -> None:
+    def check_gpus(self, num_gpus: int | None) -> None:
         """Raises ConfigError where ranks cannot run on GPUs.
 
         Args:
             num_gpus: Number of GPUs that ranks of this host see; None where it is not known yet.
         """
-        size, num_hosts = self.tensor_parallel_size, self.nodes().count
-        if size == 1 or num_gpus is None or size // num_hosts <= num_gpus:
+        size, num_local = self.tensor_parallel_size, self.ranks_per_host()
+        if size == 1 or num_gpus is None or num_local <= num_gpus:
             return
-        here = (
-            f" needs {size // num_hosts} GPUs on each host"
-            if num_hosts > 1
-            else " needs as many GPUs"
-        )
+        needed = "as many GPUs" if num_local == size else f"{num_local} GPUs on each host"
         raise ConfigError(
-            f"--tensor-parallel-size {size}{here}, one for each rank, and there are {num_gpus}:"
-            " give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
+            f"--tensor-parallel-size {size} needs {needed}, one for each rank, and there are"
+            f" {num_gpus}: give fewer ranks, or name more in CUDA_VISIBLE_DEVICES"
         )
 
 

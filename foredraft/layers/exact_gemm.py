@@ -20,7 +20,8 @@ PART_ROWS = 128  # up to which halves of columns are faster by our kernels than 
 # _FEW: each half alone would write and read float32.
 _SUMMED_ROWS = 1024
 _FEW = 4096
-_TALL_ROWS = 640  # beyond which programs of twice the rows are faster where columns are one part
+# Beyond which programs of twice the rows are faster, where a program has one part of the columns.
+_TALL_ROWS = 640
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
 _NARROW = 6144
 _LEAST_CUT = 2048  # columns from which on cutting them is worth adding up

@@ -6,11 +6,11 @@ multiplied, and the scales applied last: the same arithmetic for any number of r
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.normed import RoundedRows
+from foredraft.layers.parameters import frozen_parameter
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 
@@ -25,10 +25,6 @@ _LEAST_ROWS = 128  # with fewer it cuts the inputs of some matrices into parts
 # Compute capabilities: the first that multiplies 8-bit floats, and the range in which our kernel
 # gives the library's bits.
 _FIRST_FP8, _FIRST_KERNEL, _AFTER_KERNEL = (8, 9), (9, 0), (10, 0)
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 def _are_few(x: torch.Tensor) -> bool:
@@ -69,9 +65,9 @@ class Fp8Method(LinearMethod):
 
     def set_matrix(self, linear: Linear, matrix: Matrix) -> None:
         """Stores the weights in the layer."""
-        linear.weight = _parameter(matrix.numbers)
+        linear.weight = frozen_parameter(matrix.numbers)
         scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
-        linear.scales = _parameter(scales)
+        linear.scales = frozen_parameter(scales)
         self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -117,6 +117,7 @@ def _norm_of_ranks(
     parts = delta if delta.dim() == 3 else delta[None]
     gathered, programs = x, num_rows
     if memory is None:
+        # The kernel exchanges nothing: but for rank and size, any arguments will do.
         exchange = Exchange((x,), (x,), x, x, x, 0, 0, 1, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))

@@ -46,3 +46,8 @@ class Target:
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Allocates a weight that a loader fills."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def frozen_parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Returns a contiguous weight of these values, which is not trained."""
+    return nn.Parameter(tensor.contiguous(), requires_grad=False)

@@ -2,12 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from foredraft.layers import exact_gemm
 from foredraft.layers.fp8_cuda import Fp8Method
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes, plain_method
-from foredraft.layers.parameters import Target
+from foredraft.layers.parameters import Target, frozen_parameter
 from foredraft.layers.quantized_cpu import TiledMethod
 from foredraft.layers.quantized_matrix import ROWS_AT_ONCE, Matrix, dequantize
 from foredraft.layers.stored_weights import StoredMatrix
@@ -89,13 +88,15 @@ class ExpandedMethod(StoredMethod):
         weight = dequantize(matrix, self._scheme.group_size or BLOCK, self._dtype)
         if order is not None:
             weight = weight[:, torch.argsort(order)]
-        linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
+        linear.weight = frozen_parameter(weight)
+        linear.method = plain_method(self._dtype, self._device)
 
     def fill_randomly(self, linear: Linear, std: float) -> None:
         """See LinearMethod."""
         shape = (linear.num_outputs, linear.num_inputs)
         weight = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0.0, std)
-        linear.weight, linear.method = _parameter(weight), plain_method(self._dtype, self._device)
+        linear.weight = frozen_parameter(weight)
+        linear.method = plain_method(self._dtype, self._device)
 
 
 def _sort_inputs(matrix: Matrix) -> torch.Tensor | None:
@@ -152,7 +153,7 @@ def set_matrix(
     """
     if device.type == "cpu" and scheme.layout == "fp8":
         # CPUs cannot multiply 8-bit floats.
-        linear.weight = _parameter(dequantize(matrix, BLOCK, dtype))
+        linear.weight = frozen_parameter(dequantize(matrix, BLOCK, dtype))
         linear.method = plain_method(dtype, device)
         return
     method: TiledMethod | WordsMethod | Fp8Method | UnpackedMethod
@@ -190,10 +191,6 @@ def set_random_matrix(
     set_matrix(linear, Matrix(numbers, scales, zeros), scheme, dtype, device)
 
 
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)
-
-
 class UnpackedMethod(LinearMethod):
     """Quantised weights of any format on a GPU; each product dequantises the whole matrix.
 
@@ -215,8 +212,8 @@ class UnpackedMethod(LinearMethod):
             numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
         if matrix.zeros is not None:
             scales = scales.to(self._dtype)
-            linear.zeros = _parameter(matrix.zeros)
-        linear.weight, linear.scales = _parameter(numbers), _parameter(scales)
+            linear.zeros = frozen_parameter(matrix.zeros)
+        linear.weight, linear.scales = frozen_parameter(numbers), frozen_parameter(scales)
 
     def dequantized(self, linear: Linear) -> torch.Tensor:
         """Returns the weights [outputs, inputs] in the activations' data type."""

@@ -9,10 +9,10 @@ float32.
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from foredraft.cpu import _kernels
 from foredraft.layers.linear import Linear, LinearMethod
+from foredraft.layers.parameters import frozen_parameter
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import UNIT, WeightScheme
 
@@ -52,17 +52,17 @@ class TiledMethod(LinearMethod):
         tiles = _tiled(numbers)
         if self._bits == 4:
             tiles = tiles[..., : TILE // 2] | tiles[..., TILE // 2 :] << 4
-        linear.weight = _parameter(tiles)
-        linear.scales = _parameter(_tiled(_smallest(matrix.scales)))
+        linear.weight = frozen_parameter(tiles)
+        linear.scales = frozen_parameter(_tiled(_smallest(matrix.scales)))
         if zeros is not None and bool((zeros != middle).any()):
-            linear.zeros = _parameter(_tiled(zeros))
+            linear.zeros = frozen_parameter(_tiled(zeros))
         if matrix.offsets is not None:
-            linear.offsets = _parameter(_tiled(_smallest(matrix.offsets)))
+            linear.offsets = frozen_parameter(_tiled(_smallest(matrix.offsets)))
         if matrix.scale_units is not None:
             self._unit_size = UNIT
-            linear.scale_units = _parameter(_tiled(matrix.scale_units))
+            linear.scale_units = frozen_parameter(_tiled(matrix.scale_units))
         if matrix.offset_units is not None:
-            linear.offset_units = _parameter(_tiled(matrix.offset_units))
+            linear.offset_units = frozen_parameter(_tiled(matrix.offset_units))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -155,7 +155,3 @@ def _smallest(scales: torch.Tensor) -> torch.Tensor:
         if torch.equal(small.float(), scales):
             return small
     return scales
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)

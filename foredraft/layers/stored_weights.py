@@ -76,10 +76,11 @@ def stored_tensors(scheme: WeightScheme, num_inputs: int) -> dict[str, StoredTen
         return {
             "weight": StoredTensor(kind, (("outputs", 1), ("inputs", 1))),
             scheme.scale_name: StoredTensor(torch.float32, dims[scheme.granularity]),
-            # Scales of activations: rows are rounded by their own largest value instead, or not at
-            # all.
+            # Scales and zero points of activations: rows are rounded by their own largest value
+            # instead, or not at all.
             "input_scale": StoredTensor(torch.float32, (("", 1),), is_optional=True),
             "input_scale_ub": StoredTensor(torch.float32, (("", 1),), is_optional=True),
+            "input_zero_point": StoredTensor(torch.int8, (("", 1),), is_optional=True),
         }
     ints = torch.int32
     if scheme.layout == "packed":

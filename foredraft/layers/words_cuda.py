@@ -9,11 +9,11 @@ each product.
 from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers import exact_gemm, words_factors, words_native
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.parameters import frozen_parameter
 from foredraft.layers.quantized_matrix import Matrix
 from foredraft.layers.weight_scheme import WeightScheme
 
@@ -25,9 +25,8 @@ _UNITS = (32, 16)  # words of a unit, see `words_kernels`
 _PARTS = (4, 2, 1)  # parts of the inputs
 _WIDE = 16384  # outputs from which on there are programs enough that have all inputs
 _MANY = 6144  # outputs from which on programs of twice as many are faster
-_PART_MULTIPLE = (
-    128  # inputs of a part are a multiple of this: tiles of dequantised weights are whole
-)
+# Inputs of a part are a multiple of this: tiles of dequantised weights are whole.
+_PART_MULTIPLE = 128
 _H200_SHARED = 232448
 
 
@@ -88,9 +87,9 @@ class WordsMethod(LinearMethod):
                 numbers, scales, zeros, self._dtype
             )
             factors, self._form = words_factors.factor_words(scales.t(), zeros.t(), self._dtype)
-            linear.scales = _parameter(factors)
+            linear.scales = frozen_parameter(factors)
         else:
-            linear.scales = _parameter(scales.t().contiguous().float())
+            linear.scales = frozen_parameter(scales.t().float())
         if bits == 4 and words_native.takes(numbers, self._dtype, self._group, self._unit):
             self.early_rows = words_native.MOST_ROWS
         if numbers.dtype == torch.int8:
@@ -101,7 +100,7 @@ class WordsMethod(LinearMethod):
         words = units[:, :, 0].int()
         for plane in range(1, planes):
             words |= units[:, :, plane].int() << bits * plane
-        linear.weight = _parameter(words.view(num_outputs, num_inputs // planes))
+        linear.weight = frozen_parameter(words.view(num_outputs, num_inputs // planes))
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -153,9 +152,11 @@ class WordsMethod(LinearMethod):
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""
-        weight = linear.num_outputs * linear.num_inputs * itemsize
-        parts = min(num_rows, _PARTED_ROWS) * self._parts * 4 if self._parts > 1 else 0
-        return ProductBytes(linear.num_outputs * max(num_rows * itemsize, parts), weight)
+        plain = num_rows * linear.num_outputs * itemsize
+        parted = min(num_rows, _PARTED_ROWS) * linear.num_outputs if self._parts > 1 else 0
+        # The rounded sum of the parts, or with more rows the dequantised weights.
+        scratch = max(parted * itemsize, linear.num_outputs * linear.num_inputs * itemsize)
+        return ProductBytes(max(plain, parted * self._parts * 4), scratch)
 
     def _tile(self, rows: int, outputs: int, gated: bool) -> _Tile:
         """Returns the fastest tile of a sweep on an H200 over the matrices of Llama-3.1-8B."""
@@ -207,10 +208,6 @@ class WordsMethod(LinearMethod):
             FORM=int(self._form), BLOCK_N=block_n,
         )  # fmt: skip
         return out
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.contiguous(), requires_grad=False)
 
 
 def _added_up(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -2,10 +2,10 @@
 write to the others' memory.
 
 Each program sends a block to all other ranks and then waits for theirs, once or for several blocks
-one after the other. A program has two places for blocks, which it uses in turn: a rank that sends the next block but one has the answer to the
-next one, so every rank has read this one. Few blocks travel as words that hold the block's number
-beside their data, so that no rank waits until a block has arrived before it says so; many would
-take twice the bytes, and a flag follows each of them.
+one after the other. A program has two places for blocks, which it uses in turn: a rank that sends
+the next block but one has the answer to the next one, so every rank has read this one. Few blocks
+travel as words that hold the block's number beside their data, so that no rank waits until a block
+has arrived before it says so; many would take twice the bytes, and a flag follows each of them.
 """
 
 # mypy: ignore-errors

@@ -1,6 +1,6 @@
 """Draft trees as plain data (torch-free): trees, their check on arrival, their depths and paths.
 
-Masks live in `tree`.
+`runner.batch.ancestor_mask` has the mask of a tree.
 """
 
 import functools
@@ -46,15 +46,16 @@ class DraftTree:
         """
         tokens: list[int] = []
         parents: list[int] = []
-        new_index = [-1]  # new indexes of the root and of each node; -2 for dropped ones
+        new_index = [-1]  # of the root and of each node; NO_PARENT for dropped ones
         depth, num_children = [0], [0]
         for token, parent in zip(self.tokens, self.parents, strict=True):
             row = parent + 1
             depth.append(depth[row] + 1)
             num_children[row] += 1
             num_children.append(0)
-            is_kept = new_index[row] != -2 and depth[-1] <= num_steps and num_children[row] <= topk
-            new_index.append(len(tokens) if is_kept else -2)
+            is_kept = new_index[row] != NO_PARENT and depth[-1] <= num_steps
+            is_kept = is_kept and num_children[row] <= topk
+            new_index.append(len(tokens) if is_kept else NO_PARENT)
             if is_kept:
                 tokens.append(token)
                 parents.append(new_index[row])
@@ -107,17 +108,17 @@ def sanitize(
         return DraftTree(tuple(tokens), tuple(parents)), 0
     kept_tokens: list[int] = []
     kept_parents: list[int] = []
-    new_index: list[int] = []  # new index of each node; -2 for dropped ones
+    new_index: list[int] = []  # of each node; NO_PARENT for dropped ones
     known: dict[tuple[int, int], int] = {}
     num_bad = abs(len(tokens) - len(parents))
     for index, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
         if not -1 <= parent < index or not NO_TOKEN <= token < vocab_size or index >= max_nodes:
             num_bad += 1
-            new_index.append(-2)
+            new_index.append(NO_PARENT)
             continue
         new_parent = -1 if parent == -1 else new_index[parent]
-        if token == NO_TOKEN or new_parent == -2:
-            new_index.append(-2)
+        if token == NO_TOKEN or new_parent == NO_PARENT:
+            new_index.append(NO_PARENT)
             continue
         twin = known.setdefault((new_parent, token), len(kept_tokens))
         new_index.append(twin)

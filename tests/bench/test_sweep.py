@@ -243,6 +243,20 @@ def test_only_our_own_servers_have_trees(capsys: pytest.CaptureFixture[str]) -> 
         (["--draft", "EAGLE3"], "--draft"),
         (["--", "--speculative-num-steps", "3"], "--speculative-num-steps"),
         (["--dataset-path", "/no/such/file"], "--dataset-path"),
+        (["--draft", "EAGLE3=x", "--algorithm", "DFLASH"], "--draft DFLASH=PATH"),
+        (
+            [
+                "--draft",
+                "EAGLE3=x",
+                "--algorithm",
+                "EAGLE3",
+                "--topk",
+                "2",
+                "--num-draft-tokens",
+                "999",
+            ],
+            "no tree of these sizes",
+        ),
     ],
 )
 def test_wrong_flags_are_told(

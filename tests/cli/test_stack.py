@@ -155,6 +155,16 @@ def test_drafting_ahead_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             {
                 "speculative_algorithm": "STANDALONE",
                 "draft_device": 1,
+                "tensor_parallel_size": 2,
+                "nnodes": 2,
+                "dist_init_addr": "10.0.0.5:50054",
+            },
+            [True],
+        ),
+        (
+            {
+                "speculative_algorithm": "STANDALONE",
+                "draft_device": 1,
                 "speculative_draft_ahead": False,
             },
             [False],

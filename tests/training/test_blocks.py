@@ -205,6 +205,7 @@ def test_layers_are_spread_as_published_drafters_have_them() -> None:
     # What these layers give: 1, 9, 17, 25, 33 of Qwen3-8B.
     assert spread_layers(36, 5) == (2, 10, 18, 26, 34)
     assert spread_layers(2, 2) == (1, 2)
+    assert spread_layers(2, 4) == (0, 1, 2)  # no more than there are
 
 
 @pytest.mark.parametrize("num_target_layers", range(1, 12))
@@ -212,8 +213,8 @@ def test_layers_of_small_targets_are_given_once(num_target_layers: int) -> None:
     for count in range(1, 8):
         layers = spread_layers(num_target_layers, count)
         assert list(layers) == sorted(set(layers))
-        assert len(layers) == min(count, num_target_layers)
-        assert set(layers) <= set(range(1, num_target_layers + 1))
+        assert len(layers) == min(count, num_target_layers + 1)
+        assert set(layers) <= set(range(num_target_layers + 1))
 
 
 def test_a_block_that_fits_no_window_is_refused(

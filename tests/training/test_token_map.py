@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from draft_service.models.shared_weights import read_token_map
-from foredraft.errors import ConfigError
+from foredraft.errors import CheckpointError, ConfigError
+from training.text_data import read_tokenizer
 from training.token_map import count_tokens, select_tokens, write_token_map
 
 
@@ -38,3 +39,11 @@ def test_counting_matches_the_tokenizer() -> None:
     ids = tokenizer.encode("to be", add_special_tokens=False).ids
     assert counts.sum() == len(ids)
     assert all(counts[token] >= 1 for token in ids)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json in "):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: "):
+        read_tokenizer(tmp_path)

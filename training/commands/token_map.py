@@ -10,7 +10,10 @@ def add_parser(subparsers: Subparsers) -> None:
     """Adds the command."""
     parser = subparsers.add_parser("token-map", help="rank tokens by frequency for FR-Spec")
     parser.add_argument(
-        "--tokenizer", type=Path, required=True, help="model folder with a tokenizer.json"
+        "--tokenizer",
+        type=Path,
+        required=True,
+        help="model folder with a tokenizer.json, or this file",
     )
     parser.add_argument(
         "--data", type=Path, nargs="+", required=True, help="text, or generated output as .jsonl"
@@ -26,12 +29,10 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tokenizers import Tokenizer
-
-    from training.text_data import read_documents
+    from training.text_data import read_documents, read_tokenizer
     from training.token_map import count_tokens, select_tokens, write_token_map
 
-    tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
+    tokenizer = read_tokenizer(arguments.tokenizer)
     counts = count_tokens((document.text for document in read_documents(arguments.data)), tokenizer)
     ids, coverage = select_tokens(counts, arguments.size, arguments.always)
     write_token_map(ids, arguments.out)

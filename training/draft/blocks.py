@@ -55,12 +55,12 @@ class BlockShape:
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
     """Returns the layers whose incoming streams are fused, spread evenly over the target.
 
-    z-lab's drafters choose the same. Of a target with too few layers for that they are the last,
-    and all where it has fewer than `count`.
+    z-lab's drafters choose the same. Of a target with too few layers for that they are the last; a
+    tiny one may have fewer than `count`.
     """
-    count, span = min(count, num_target_layers), num_target_layers - 4
+    span = num_target_layers - 4
     if count == 1 or span < count - 1:
-        return tuple(range(num_target_layers - count + 1, num_target_layers + 1))
+        return tuple(range(max(0, num_target_layers - count + 1), num_target_layers + 1))
     return tuple(round(1 + i * span / (count - 1)) + 1 for i in range(count))
 
 

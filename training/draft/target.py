@@ -3,19 +3,22 @@ itself.
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import read_json
+from foredraft.models.weights import first_line
 from training.lm.decoding import write_text
-from training.lm.model import Llama, LlamaShape
+from training.lm.model import Llama, LlamaShape, is_plain_llama
 from training.lm.trainer import load_model
 
+_REMEDY = "train on the plain checkpoint"
 _PART_BYTES = 1 << 20  # bytes of a file's begin, middle and end
 
 
@@ -35,15 +38,14 @@ class Target:
         if not (path / "config.json").is_file():
             raise CheckpointError(f"no config.json in {path}")
         self.path, self.device, self.dtype = path, device, dtype
-        config = json.loads((path / "config.json").read_text())
         self._own: Llama | None = None
-        if config.get("architectures") == ["LlamaForCausalLM"] and not config.get("rope_scaling"):
+        if is_plain_llama(path):
             self._own = load_model(path, device, dtype)
             self.embed_weight = self._own.model.embed_tokens.weight.to(dtype)
             self.output_weight = self._own.output_weight.to(dtype)
             self.shape = self._own.shape
         else:
-            self._theirs: Any = self._transformers(config.get("architectures") or [])
+            self._theirs: Any = self._transformers()
             self.embed_weight = self._theirs.get_input_embeddings().weight
             self.output_weight = self._theirs.get_output_embeddings().weight
             self.shape = LlamaShape.from_dir(path)
@@ -72,22 +74,51 @@ class Target:
     def features(self, tokens: Tensor, capture: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Computes hidden states after the final norm, and the residual streams in `capture`.
 
-        All are [B, T, H]; a stream has the number of the layer it enters.
+        All are [B, T, H]; a stream has the number of the layer it enters, and the one that leaves
+        the last layer their number.
         """
         if self._own is not None:
             return self._own(tokens, capture)
-        output = self._theirs.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        return output.last_hidden_state, [output.hidden_states[index] for index in capture]
+        last: list[Any] = []  # `hidden_states` ends with this stream behind the norm
+        hook = self._theirs.model.layers[-1].register_forward_hook(
+            lambda layer, inputs, output: last.append(output)
+        )
+        try:
+            # The whole model, since quantised ones unpack their weights in their first forward.
+            output = self._theirs(
+                input_ids=tokens, output_hidden_states=True, use_cache=False, logits_to_keep=1
+            )
+        finally:
+            hook.remove()
+        *streams, hidden = output.hidden_states
+        streams.append(last[0][0] if isinstance(last[0], tuple) else last[0])
+        return hidden, [streams[index] for index in capture]
 
-    def _transformers(self, architectures: list[str]) -> Any:
+    def _transformers(self) -> Any:
         import transformers
         from transformers import AutoModelForCausalLM
 
-        for name in architectures:
+        for name in read_json(self.path / "config.json").get("architectures") or []:
             # A head names a class of its own beside the model_type of its target.
             if not hasattr(transformers, name):
                 raise CheckpointError(f"{self.path} is no model that transformers runs: {name}")
-        model: Any = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
+        load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
+        try:
+            model, info = load(self.path, dtype=self.dtype, output_loading_info=True)
+        except ImportError as error:  # a package that transformers wants for a quantization
+            raise CheckpointError(
+                f"{self.path}: transformers does not run it: {first_line(error)}; {_REMEDY}"
+            ) from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.path}: transformers cannot load it: {first_line(error)}"
+            ) from error
+        # transformers warns of both, and computes another model.
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(f"{self.path} lacks {missing[0]}")
+        scales = [name for name in info["unexpected_keys"] if ".weight_" in name]
+        if scales:
+            raise CheckpointError(f"{self.path}: transformers leaves {min(scales)} out; {_REMEDY}")
         return model.to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -116,7 +147,8 @@ class Target:
             if temperature > 0
             else {"do_sample": False}
         )
-        self._theirs.generation_config.eos_token_id = None
+        # Nothing of the checkpoint's own defaults, such as a repetition penalty.
+        self._theirs.generation_config = type(self._theirs.generation_config)()
 
         def watch(tokens: Tensor, scores: Any, **options: Any) -> Tensor:
             on_token()

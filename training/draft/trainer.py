@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
@@ -40,7 +39,7 @@ from training.plots import plot_curves
 from training.progress import Progress, say
 from training.resume import load_state, save_state
 from training.run_log import RunLog
-from training.text_data import read_documents
+from training.text_data import read_documents, read_tokenizer
 from training.token_map import select_tokens
 
 
@@ -136,10 +135,7 @@ class DraftTrainer:
     def _prepare_text(self) -> None:
         """Reads all text before the target writes, which may take hours."""
         config = self.config
-        file = config.target / "tokenizer.json"
-        if not file.is_file():
-            raise CheckpointError(f"no tokenizer.json in {config.target}")
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = read_tokenizer(config.target)
         start = tokenizer.encode("", add_special_tokens=True).ids
         stream = np.zeros(0, dtype=np.int32)
         plain = np.zeros((0, config.window), dtype=np.int32)

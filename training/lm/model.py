@@ -2,7 +2,6 @@
 checkpoint.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from foredraft.errors import CheckpointError
+from foredraft.models.config_reader import read_json
+from foredraft.models.quantization_config import QUANTIZATION_KEYS
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +42,15 @@ class LlamaShape:
 
     @classmethod
     def from_dir(cls, path: Path) -> "LlamaShape":
-        """Reads the sizes from a Hugging Face `config.json`."""
-        config = json.loads((path / "config.json").read_text())
+        """Reads the sizes from a Hugging Face `config.json`.
+
+        Raises:
+            CheckpointError: The file cannot be read, or lacks one.
+        """
+        config = read_json(path / "config.json")
+        for name in _SIZES:
+            if not isinstance(config.get(name), int):
+                raise CheckpointError(f"{path / 'config.json'}: {name} is missing")
         heads = config["num_attention_heads"]
         rope = config.get("rope_parameters") or config
         return cls(
@@ -80,6 +99,22 @@ class LlamaShape:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for a checkpoint or a log."""
         return asdict(self)
+
+
+def is_plain_llama(path: Path) -> bool:
+    """Returns whether config.json says no more than `LlamaShape` holds.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    config = read_json(path / "config.json")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (
+        config.get("architectures") == ["LlamaForCausalLM"]
+        and config.get("hidden_act", "silu") == "silu"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not any(config.get(key) for key in ("attention_bias", "mlp_bias", *QUANTIZATION_KEYS))
+    )
 
 
 def rope_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

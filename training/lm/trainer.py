@@ -17,7 +17,7 @@ from foredraft.errors import CheckpointError, ConfigError
 from training.bounds import check_least
 from training.export import load_tensors, save_sharded, to_bf16, write_json
 from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
-from training.lm.model import Llama, LlamaShape
+from training.lm.model import Llama, LlamaShape, is_plain_llama
 from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.lm.speed import matmul_tflops, shape_tflops
 from training.plots import plot_curves
@@ -29,6 +29,7 @@ from training.text_data import (
     WindowSampler,
     load_or_pack,
     read_documents,
+    read_tokenizer,
     save_tokenizer,
     train_tokenizer,
 )
@@ -159,7 +160,7 @@ class LMTrainer:
             size = sum(len(document.text) for document in documents)
             say(f"read {len(documents)} documents, {size / 1e6:.1f} M characters")
         if has_tokenizer:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = read_tokenizer(file)
         elif config.tokenizer is not None:
             raise CheckpointError(f"no tokenizer.json in {config.tokenizer}")
         else:
@@ -369,13 +370,15 @@ class LMTrainer:
 def load_model(
     path: Path | None, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> Llama:
-    """Loads a Llama directory that `train lm` wrote, frozen, computing in `dtype`.
+    """Loads a Llama directory as `train lm` writes it, frozen, computing in `dtype`.
 
     Raises:
-        CheckpointError: The directory lacks weights or has others.
+        CheckpointError: The directory lacks weights, or has those of another model.
     """
     if path is None or not (path / "config.json").is_file():
         raise CheckpointError(f"no config.json in {path}")
+    if not is_plain_llama(path):
+        raise CheckpointError(f"{path / 'config.json'}: not a plain Llama")
     model = Llama(LlamaShape.from_dir(path), dtype)
     tensors = load_tensors(path)
     try:

@@ -153,10 +153,8 @@ class TreeSizes:
         if cut is not None:
             num_nodes, accepted = self._outcome_of(cut, tokens)
         if num_nodes:
-            number, history = (
-                self._drafts.proposer(rows.sequence),
-                self._histories.of(rows.sequence),
-            )
+            number = self._drafts.proposer(rows.sequence)
+            history = self._histories.of(rows.sequence)
             self.controller.record(history, num_nodes, accepted, rows.confidence, brought, number)
 
     def forget(self, sequence: RequestSequence) -> None:

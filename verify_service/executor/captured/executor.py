@@ -166,9 +166,8 @@ class GraphExecutor(EagerExecutor):
             step.settle()  # what is copied from pageable memory waits for the device
             return super()._forward(sequences, rows, step)
         self._mixed.settle()
-        self._graphs.buffers.records(
-            0
-        )  # a running step may still read the present block of page updates
+        # A running step may still read the present block of page updates.
+        self._graphs.buffers.records(0)
         self._filler.update_pages(sequences, step.settle)
         return self._mixed.forward(rows, step.capture or self._graphs.capture, step.settle)
 

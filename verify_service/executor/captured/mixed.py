@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +31,31 @@ from verify_service.executor.captured.listener import StepListener
 ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
 # Without a graph, cutting a sequence's keys into parts pays only beyond this number of keys.
 SHORT_KEYS = 2048
-NUMBERS = 5  # per sequence: slot, first row, rows, committed keys, whether its rows are causal
+_NUMBERS = 5  # of each sequence, see `_Parts`
 NO_BLOCK = 1 << 20
+
+Part = TypeVar("Part")
+
+
+class _Parts(NamedTuple, Generic[Part]):
+    """The parts of an upload, which lie one after the other; or their lengths.
+
+    Attributes:
+        tokens, keys, positions: Token of each row, index of its key, and its position.
+        owners: Sequence of each row; -1 for padding.
+        sequences: [_NUMBERS, sequences]: slot, first row, number of rows, number of committed keys,
+            whether the rows are causal.
+        blocks: [2, blocks], see `TritonPlan`; NO_BLOCK for padding.
+        wanted: Rows with logits.
+    """
+
+    tokens: Part
+    keys: Part
+    positions: Part
+    owners: Part
+    sequences: Part
+    blocks: Part
+    wanted: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +221,16 @@ class MixedGraphs:
         """Number of captured graphs."""
         return sum(graph is not None for graph in self._graphs.values())
 
-    def _lengths(self, size: int) -> tuple[int, ...]:
-        """Returns the lengths of the parts of an upload.
-
-        They are each row's token, key, position and sequence; sequences; blocks; rows with logits.
-        """
+    def _lengths(self, size: int) -> _Parts[int]:
+        """Returns the lengths of the parts of an upload."""
         num_sequences = min(size, self._num_slots)
         num_blocks = -(-size * self._group_size // self._block(size)) + num_sequences
-        return (size, size, size, size, NUMBERS * num_sequences, 2 * num_blocks, size)
+        return _Parts(size, size, size, size, _NUMBERS * num_sequences, 2 * num_blocks, size)
+
+    @staticmethod
+    def _cut(ints: torch.Tensor, lengths: _Parts[int]) -> _Parts[torch.Tensor]:
+        """Returns the parts of an upload in `ints`, which begin there."""
+        return _Parts(*ints[: sum(lengths)].split(lengths))
 
     def _block(self, size: int) -> int:
         return self._attention.block_rows(size, self._group_size, self._model.dtype, self._kv)
@@ -215,21 +240,21 @@ class MixedGraphs:
         self.settle()
         lengths = self._lengths(kind.size)
         total = sum(lengths)
-        parts = [part.numpy() for part in self._host_ints[:total].split(lengths)]
-        tokens, keys, positions, owners, numbers, pairs, wanted = parts
+        parts = _Parts(*(part.numpy() for part in self._cut(self._host_ints, lengths)))
         counts = np.array([len(one.tokens) for one in rows], dtype=np.int64)
         first_rows = np.cumsum(counts) - counts
         starts = np.array([one.start for one in rows], dtype=np.int64)
         num_rows = int(counts.sum())
-        for part, padding in ((tokens, 0), (keys, 0), (positions, 0), (owners, -1)):
-            part[num_rows:] = padding
-        tokens[:num_rows] = list(itertools.chain.from_iterable(one.tokens for one in rows))
-        owners[:num_rows] = np.repeat(np.arange(len(rows)), counts)
-        keys[:num_rows] = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
-        positions[:num_rows] = keys[:num_rows]
+        for part in (parts.tokens, parts.keys, parts.positions):
+            part[num_rows:] = 0
+        parts.owners[num_rows:] = -1
+        parts.tokens[:num_rows] = list(itertools.chain.from_iterable(one.tokens for one in rows))
+        parts.owners[:num_rows] = np.repeat(np.arange(len(rows)), counts)
+        keys = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
+        parts.keys[:num_rows] = parts.positions[:num_rows] = keys
         if kind.is_masked:
-            self._fill_trees(positions, rows, first_rows)
-        table = numbers.reshape(NUMBERS, -1)
+            self._fill_trees(parts.positions, rows, first_rows)
+        table = parts.sequences.reshape(_NUMBERS, -1)
         table[:] = 0
         table[0] = self._num_slots
         table[:, : len(rows)] = (
@@ -239,21 +264,31 @@ class MixedGraphs:
             starts,
             [one.parents is None for one in rows],
         )
-        blocks = -(-counts * self._group_size // self._block(kind.size))
-        pairs = pairs.reshape(2, -1)
-        pairs[0], pairs[1] = 0, NO_BLOCK
-        # Prompts come last and are begun with, of each the rows that see most keys.
-        sequence = np.repeat(np.arange(len(rows)), blocks)
-        block = np.arange(len(sequence)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        pairs[:, : len(sequence)] = sequence[::-1], block[::-1]
+        self._fill_blocks(parts.blocks.reshape(2, -1), counts, self._block(kind.size))
         asked = np.array([_first_wanted(one) for one in rows], dtype=np.int64)
         index = np.flatnonzero(np.arange(num_rows) >= np.repeat(first_rows + asked, counts))
-        wanted[: len(index)] = index
+        parts.wanted[: len(index)] = index
         self._ints[:total].copy_(self._host_ints[:total], non_blocking=True)
         if kind.is_masked:
             self._masks[: kind.size].copy_(self._host_masks[: kind.size], non_blocking=True)
         self._uploaded.record()
-        return self._ints[total - kind.size :][: len(index)].long()
+        return self._cut(self._ints, lengths).wanted[: len(index)].long()
+
+    def _fill_blocks(self, blocks: np.ndarray, counts: np.ndarray, block_rows: int) -> None:
+        """Lists the blocks of rows that one program each computes.
+
+        Prompts come last and are begun with, of each the rows that see most keys.
+
+        Args:
+            blocks: [2, blocks], filled: sequence, and number among its blocks.
+            counts: Number of rows of each sequence.
+            block_rows: See `AttentionBackend.block_rows`.
+        """
+        blocks[0], blocks[1] = 0, NO_BLOCK
+        numbers = -(-counts * self._group_size // block_rows)
+        sequence = np.repeat(np.arange(len(counts)), numbers)
+        block = np.arange(len(sequence)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        blocks[:, : len(sequence)] = sequence[::-1], block[::-1]
 
     def _fill_trees(
         self, positions: np.ndarray, rows: Sequence[StepRows], first_rows: np.ndarray
@@ -288,10 +323,9 @@ class MixedGraphs:
         that stays.
         """
         size, kv = kind.size, self._kv
-        lengths = self._lengths(size)
-        parts = self._ints[: sum(lengths)].split(lengths)
+        parts = self._cut(self._ints, self._lengths(size))
         tokens, keys, positions, owners = (part.long() for part in parts[:4])
-        slot, first_row, num_rows, start, is_causal = parts[4].view(NUMBERS, -1)
+        slot, first_row, num_rows, start, is_causal = parts.sequences.view(_NUMBERS, -1)
         tables = self._tables[slot.long()]
         page = tables[owners.clamp_min(0), keys // kv.page_size].long()
         slots = page * kv.page_size + keys % kv.page_size
@@ -316,7 +350,7 @@ class MixedGraphs:
             tail_positions=tail_positions,
             max_rows=size,
             num_splits=1,
-            blocks=parts[5].view(2, -1),
+            blocks=parts.blocks.view(2, -1),
         )
         batch = Batch(tokens, positions, slots, (), plan=plan)
         hidden, _, streams = self._model.states(batch, kv, self._attention, kind.capture)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from foredraft.trees.draft_tree import DraftTree
+from foredraft.trees.draft_tree import NO_PARENT, DraftTree
 from verify_service import metrics
 from verify_service.executor.base import DeviceOutcome, StepResult
 from verify_service.executor.captured.buffers import LogProbs
@@ -117,7 +117,6 @@ class TwoPhaseRun(GraphRun):
         super().__init__(None, step.kind.rows, outcome, vocab_size)
         self._graphs, self._tables, self._step = graphs, tables, step
         self._sequences, self._trees, self._rows = sequences, trees, rows
-        self._vocab_size = vocab_size
         self._followers = _followers(sequences)
         self._waits = any(rows[i] is not None for i in self._followers)
         if not self._followers:
@@ -165,7 +164,7 @@ class TwoPhaseRun(GraphRun):
         A node with an invalid token gets no parent.
         """
         tokens, parents = tree[:, : self.num_rows - 1]
-        parents = np.where((tokens >= 0) & (tokens < self._vocab_size), parents, -2)
+        parents = np.where((tokens >= 0) & (tokens < self._vocab_size), parents, NO_PARENT)
         return DraftTree(tuple(tokens.tolist()), tuple(parents.tolist()))
 
 

@@ -4,6 +4,10 @@
 import triton
 import triton.language as tl
 
+from foredraft.trees import draft_tree
+
+_NO_PARENT = tl.constexpr(draft_tree.NO_PARENT)
+
 
 @triton.jit
 def begin(
@@ -32,16 +36,16 @@ def begin(
     tree = tl.load(record + TREE)
     if tree < 0:
         tokens = tl.load(record + FIRST_TOKEN + offsets, mask=below, other=0)
-        parents = tl.load(record + FIRST_PARENT + offsets, mask=below, other=-2)
+        parents = tl.load(record + FIRST_PARENT + offsets, mask=below, other=_NO_PARENT)
     else:
         node = offsets - 1
         known = below & (node < num_nodes)
         nodes = trees_ptr + tree * 2 * num_nodes + node
         tokens = tl.load(nodes, mask=known, other=0)
-        parents = tl.load(nodes + num_nodes, mask=known, other=-2)
-        parents = tl.where(parents >= -1, parents + 1, -2)
+        parents = tl.load(nodes + num_nodes, mask=known, other=_NO_PARENT)
+        parents = tl.where(parents >= -1, parents + 1, _NO_PARENT)
     if not BRANCHED:
-        parents = tl.where(parents == offsets - 1, parents, -2)
+        parents = tl.where(parents == offsets - 1, parents, _NO_PARENT)
     out = sequence * rows + offsets
     tl.store(tokens_ptr + out, tl.where(offsets == 0, root, tokens), mask=inside)
     tl.store(parents_ptr + out, tl.where(offsets == 0, -1, parents), mask=inside)
@@ -116,7 +120,7 @@ def end(
     tl.store(result + 1 + max_rows + offsets, emitted, mask=inside)
     tokens = tl.load(tokens_ptr + source, mask=inside, other=0)
     tl.store(result + 1 + 2 * max_rows + offsets, tokens, mask=inside)
-    parents = tl.load(parents_ptr + source, mask=inside, other=-2)
+    parents = tl.load(parents_ptr + source, mask=inside, other=_NO_PARENT)
     tl.store(result + 1 + 3 * max_rows + offsets, parents, mask=inside)
     newest = tl.maximum(tl.sum(tl.where(offsets == length - 1, emitted, 0), 0), 0)
     tl.store(state_ptr + slot * 2, tl.load(committed_ptr + sequence) + length)

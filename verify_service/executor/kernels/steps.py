@@ -21,7 +21,7 @@ class Begun:
 
     Attributes:
         tokens: int32 [B, R], the root first.
-        parents: int32 [B, R], see `triton_sampling`.
+        parents: int32 [B, R], parent rows, see `trees.walk_trees`.
         committed: int32 [B].
     """
 

@@ -6,6 +6,10 @@ KV.
 import triton
 import triton.language as tl
 
+from foredraft.trees import draft_tree
+
+_NO_PARENT = tl.constexpr(draft_tree.NO_PARENT)
+
 
 @triton.jit
 def walk(
@@ -17,7 +21,7 @@ def walk(
     tree = tl.program_id(0)
     offsets = tl.arange(0, ROWS)
     inside = offsets < rows
-    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=-2)
+    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=_NO_PARENT)
     tokens = tl.load(tokens_ptr + tree * tokens_stride + offsets, mask=inside, other=-1)
     chosen = tl.load(chosen_ptr + tree * chosen_stride + offsets, mask=inside, other=-1)
     path = tl.where(offsets == 0, 0, -1)
@@ -81,7 +85,7 @@ def prepare(
     tree = tl.program_id(0)
     offsets = tl.arange(0, ROWS)
     inside = offsets < rows
-    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=-2)
+    parents = tl.load(parents_ptr + tree * parents_stride + offsets, mask=inside, other=_NO_PARENT)
     tokens = tl.load(tokens_ptr + tree * tokens_stride + offsets, mask=inside, other=0)
     committed = tl.load(committed_ptr + tree * header_stride)
     num_rows = tl.load(num_rows_ptr + tree * header_stride)

@@ -33,7 +33,6 @@ from verify_service.executor.ranks.stream import Streams
 from verify_service.executor.ranks.watchdog import RankWatchdog
 
 STOP_SECONDS = 5.0
-BEAT_SECONDS = 0.5
 # Seconds for all hosts to join; models are loaded after that.
 JOIN_SECONDS = 600.0
 # Address for ranks that are all on one machine.
@@ -240,7 +239,7 @@ class Ranks:
                 have not connected or have other settings.
         """
         size, nodes = config.tensor_parallel_size, config.nodes()
-        num_local = size // nodes.count
+        num_local = config.ranks_per_host()
         board = Board.create(size, num_local)
         os.environ.update(VARIABLES | (ONE_HOST_VARIABLES if nodes.count == 1 else {}))
         host = HOST if nodes.count == 1 else _address(nodes)
@@ -299,7 +298,7 @@ class Ranks:
 def start_further(config: VerifyConfig, nodes: Nodes) -> Workers:
     """Starts the ranks of a host other than rank 0's; they connect to rank 0 themselves."""
     os.environ.update(VARIABLES)
-    num_local = config.tensor_parallel_size // nodes.count
+    num_local = config.ranks_per_host()
     workers = Workers()
     for rank in range(nodes.rank * num_local, (nodes.rank + 1) * num_local):
         workers.start(config, rank, num_local, (nodes.host, nodes.port), None)
