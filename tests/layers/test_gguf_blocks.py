@@ -124,7 +124,7 @@ def test_ranks_read_their_own_blocks(kind: str) -> None:
         fill(stored.targets, "", kind, blocks)
         got = dequantize(stored.decode(), scheme.group_size, torch.float32)
         assert torch.equal(got, weight.narrow(0 if split == "outputs" else 1, first, count))
-    with pytest.raises(ValueError, match="which are stored together"):
+    with pytest.raises(ValueError, match="stored or scaled as one"):
         StoredMatrix(scheme, (48, 768), "inputs", 16, 16, CPU)
 
 
