@@ -154,15 +154,13 @@ class LMTrainer:
         # What an earlier run left may be of other text, and of another vocabulary.
         if not config.resume:
             cache.unlink(missing_ok=True)
-        has_tokenizer = file.is_file() and (config.resume or config.tokenizer is not None)
+        has_tokenizer = config.tokenizer is not None or (config.resume and file.is_file())
         if not (cache.is_file() and has_tokenizer):
             documents = list(read_documents(config.data))
             size = sum(len(document.text) for document in documents)
             say(f"read {len(documents)} documents, {size / 1e6:.1f} M characters")
         if has_tokenizer:
-            tokenizer = read_tokenizer(file)
-        elif config.tokenizer is not None:
-            raise CheckpointError(f"no tokenizer.json in {config.tokenizer}")
+            tokenizer = read_tokenizer(source)
         else:
             tokenizer = train_tokenizer(
                 documents,
