@@ -37,7 +37,8 @@ class _Tile(NamedTuple):
         parts_by: What sums up the parts of the inputs: the warps of a program, programs, or a
             program in turns.
         rows, outputs: Size of the tile.
-        warps, stages: Of the program.
+        warps: Number of warps of the program.
+        stages: Number of stages of its pipeline.
     """
 
     parts_by: Literal["warps", "programs", "turns"]
@@ -132,7 +133,6 @@ class WordsMethod(LinearMethod):
         tile = self._tile(rows, outputs, gated)
         stages = self._fitting(tile, gated, shared_memory(x.device))
         grid: tuple[int, ...] = (-(-outputs // tile.outputs),)
-        out, bias = x.new_empty((rows, outputs)), linear.bias
         kernel, variant = kernels.multiply_few, {}
         if tile.parts_by != "warps":
             grid = -(-rows // tile.rows), *grid
@@ -140,6 +140,8 @@ class WordsMethod(LinearMethod):
         if tile.parts_by == "programs":
             grid, bias = (*grid, self._parts), None
             out = x.new_empty((self._parts, rows, outputs), dtype=torch.float32)
+        else:
+            out, bias = x.new_empty((rows, outputs)), linear.bias
         kernel[grid](
             x, linear.weight, linear.scales, x if bias is None else bias, out,
             rows, outputs, words, BITS=self._bits,

@@ -32,9 +32,18 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 # Last parts of the names of tensors that quantised matrices alone have.
 _OF_QUANTIZED = frozenset(
     (
-        *("qweight", "qzeros", "scales", "g_idx", "input_scale", "input_zero_point"),
-        *("weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
-        *("weight_shape", "weight_g_idx"),
+        "qweight",
+        "qzeros",
+        "scales",
+        "g_idx",
+        "input_scale",
+        "input_zero_point",
+        "weight_packed",
+        "weight_scale",
+        "weight_scale_inv",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
     )
 )
 
