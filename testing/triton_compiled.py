@@ -23,7 +23,7 @@ TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 def _type_of(value: Any) -> str:

@@ -115,15 +115,17 @@ def _norm_of_ranks(
         return
     block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
     parts = delta if delta.dim() == 3 else delta[None]
-    gathered, programs = x, num_rows
+    gathered, programs, registers = x, num_rows, None
     if memory is None:
         # The kernel exchanges nothing: but for rank and size, any arguments will do.
-        exchange = Exchange((x,), (x,), x, x, x, 0, 0, 1, False, group.rank, group.size)
+        exchange = Exchange((x,), (x,), x, x, x, 0, 0, 1, False, False, group.rank, group.size)
         # Parts are added up as the kernel does it.
         gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
     else:
         programs = min(num_rows, memory.num_programs)
-        exchange = memory.exchange(programs, size, x.dtype)
+        exchange = memory.exchange(size, out.nbytes, x.dtype)
+        if num_rows > programs:  # for four programs of 8 warps on a multiprocessor
+            registers = 64
     triton_kernels.norm_of_ranks[(programs,)](
         x, parts, weight if post_weight is None else post_weight, weight, out,
         x if copy is None else copy, gathered, *exchange.exchange_arguments,
@@ -131,7 +133,7 @@ def _norm_of_ranks(
         0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
         BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
         SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        **constants_of(exchange), **overlapped(x.device),
+        maxnreg=registers, **constants_of(exchange), **overlapped(x.device),
     )  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def rows_of_ranks(
     if memory is None:
         return None
     out, programs = table.new_empty(num_rows, size), min(num_rows, memory.num_programs)
-    exchange, block = memory.exchange(programs, size, table.dtype), power_of_two(size)
+    exchange, block = memory.exchange(size, out.nbytes, table.dtype), power_of_two(size)
     triton_kernels.rows_of_ranks[(programs,)](
         table, tokens, out, *exchange.exchange_arguments, first, count, num_rows, size,
         BLOCK=block, num_warps=min(16, max(1, block // 512)), **constants_of(exchange),

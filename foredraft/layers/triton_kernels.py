@@ -6,7 +6,7 @@ with KV write, gated products.
 import triton
 import triton.language as tl
 
-from foredraft.parallel.exchange_kernels import begin_forward, finish, newest, sum_of_ranks
+from foredraft.parallel.exchange_kernels import begin_forward, finish, go_on, newest, sum_of_ranks
 
 
 @triton.jit
@@ -98,8 +98,8 @@ def norm_of_ranks(
     x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
     times, told, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
-    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas: exchanged here
     with SENDS, else all ranks' [RANKS, num_rows, size] at gathered_ptr.
@@ -129,10 +129,12 @@ def norm_of_ranks(
         x_at = x_ptr + row * x_stride + columns
         x = tl.load(x_at, mask=is_column, other=0.0)
         if SENDS:
+            if index >= tl.num_programs(0):
+                go_on(counts, count)
             count += 1
             total = sum_of_ranks(
-                own, size, count, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
-                RANKS,
+                own, row, size, count, places, flags, times, told, patience, ROOM, PROGRAMS, LAMPORT,
+                TWO_SHOT, RANK, RANKS,
             )  # fmt: skip
         else:
             at = gathered_ptr + row * size + columns
@@ -141,7 +143,8 @@ def norm_of_ranks(
             for rank in tl.static_range(RANKS):
                 part = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
                 total = part if rank == 0 else total + part
-        x = _added(x, total.to(dtype), post, size, post_eps, POST, FULL)
+            total = total.to(dtype)
+        x = _added(x, total, post, size, post_eps, POST, FULL)
         tl.store(x_at, x, mask=is_column)
         if COPIES:
             tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
@@ -154,8 +157,8 @@ def norm_of_ranks(
 @triton.jit(do_not_specialize=["num_rows"])
 def rows_of_ranks(
     table, tokens, out_ptr, places, flags, counts, times, told, patience, first, count, num_rows, size,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Looks up rows of a table whose rows ranks share; this one has `count`, from `first` on.
 
@@ -173,13 +176,15 @@ def rows_of_ranks(
         own = tl.load(table + index * size + columns, mask=is_own, other=0.0)
         if row == 0:  # while the row comes, and long before the kernel ends
             begin_forward(times, told)
+        if row >= tl.num_programs(0):
+            go_on(counts, number)
         number += 1
         total = sum_of_ranks(
-            own, size, number, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
-            RANKS,
+            own, row, size, number, places, flags, times, told, patience, ROOM, PROGRAMS, LAMPORT,
+            TWO_SHOT, RANK, RANKS,
         )  # fmt: skip
         out_at = out_ptr + tl.cast(row, tl.int64) * size + columns
-        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_column)
+        tl.store(out_at, total, mask=is_column)
     finish(counts, number)
 
 

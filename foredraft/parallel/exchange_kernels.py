@@ -1,20 +1,29 @@
 """Triton kernels that exchange small blocks between ranks on several GPUs of a host. Each rank can
 write to the others' memory.
 
-Each program sends a block to all other ranks and then waits for theirs, once or for several blocks
-one after the other. A program has two places for blocks, which it uses in turn: a rank that sends
-the next block but one has the answer to the next one, so every rank has read this one. Few blocks
-travel as words that hold the block's number beside their data, so that no rank waits until a block
-has arrived before it says so; many would take twice the bytes, and a flag follows each of them.
+Each program sends a block to other ranks and then waits for theirs, once or for several blocks one
+after the other. A program has two places for the blocks of each rank, which it uses in turn: who
+has received all of one block sends the next but one to the same place, and by then every rank has
+read what was there.
+
+Blocks of floats need no flags. A place holds marks until numbers come, and who has read them writes
+marks again, before it sends the next block (Lamport's way, as in TensorRT-LLM). Other blocks are
+followed by a flag, which the sender holds back until the block has arrived.
+
+Few blocks go to all ranks, and each rank adds up all of them ("one-shot"). Of many each rank adds up
+its share, and sends the sums on ("two-shot"): that is twice the way, but each rank sends a block to
+one other and its sums to all, instead of every block to all.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005 - Triton's tuples have no unpacking
 import time
 
 import triton
 import triton.language as tl
 
 SUM, FIRST, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+EVERYONE = tl.constexpr(-1)
 # Polls after which a kernel ends its process, about ten minutes; the host is told long before.
 _MOST_POLLS = tl.constexpr(1 << 30)
 
@@ -27,39 +36,30 @@ if triton.knobs.runtime.interpret:
 
 
 @triton.jit
-def _words(own, count):
-    """Packs a block [n] of 16- or 32-bit numbers: 32 bits of them below `count` in each int64.
-
-    Returns the even words and the odd ones: a thread has four in a row, and can store and load two
-    at once.
-    """
-    if own.dtype.primitive_bitwidth == 16:
-        halves = own.to(tl.int16, bitcast=True).reshape(own.shape[0] // 2, 2)
+def _words(block):
+    """Packs floats of 16 or 32 bits into words of 32; those that are marks become other NaNs."""
+    if block.dtype.primitive_bitwidth == 16:
+        halves = block.to(tl.int16, bitcast=True).reshape(block.shape[0] // 2, 2)
         low, high = tl.split(halves)
-        bits = (low.to(tl.int64) & 0xFFFF) | ((high.to(tl.int64) & 0xFFFF) << 16)
+        words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
     else:
-        bits = own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    words = bits | (count.to(tl.int64) << 32)
-    return tl.split(words.reshape(words.shape[0] // 2, 2))
+        words = block.to(tl.int32, bitcast=True)
+    return tl.where(words == -1, 0x7FFF7FFF, words)
 
 
 @triton.jit
-def _numbers(even, odd, dtype: tl.constexpr):
+def _floats(words, dtype: tl.constexpr):
     """Unpacks what `_words` packed."""
-    words = tl.join(even, odd).reshape(even.shape[0] * 2)
     if dtype.primitive_bitwidth == 16:
-        both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
-        numbers = both.reshape(words.shape[0] * 2)
+        halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+        return halves.reshape(words.shape[0] * 2).to(dtype, bitcast=True)
     else:
-        numbers = words.to(tl.int32)
-    return numbers.to(dtype, bitcast=True)
+        return words.to(dtype, bitcast=True)
 
 
 @triton.jit
-def _waited(polls, patience, told, rank: tl.constexpr):
-    """Tells once that a rank's block has not come, and ends a wait without end."""
-    if polls == patience:
-        tl.store(told, rank + 1)
+def _counted(polls):
+    """Counts a poll, and ends a wait without end."""
     if polls >= _MOST_POLLS:
         polls = tl.inline_asm_elementwise(
             "trap; mov.u32 $0, $1;", "=r,r", [polls], dtype=tl.int32, is_pure=False, pack=1
@@ -68,112 +68,197 @@ def _waited(polls, patience, told, rank: tl.constexpr):
 
 
 @triton.jit
-def _looked(even_ptr, odd_ptr, is_there, count):
-    """Loads the words of a block, and whether some of them are not those of `count`."""
-    even = tl.load(even_ptr, mask=is_there, other=0, volatile=True)
-    odd = tl.load(odd_ptr, mask=is_there, other=0, volatile=True)
-    is_old = ((even >> 32).to(tl.int32) != count) | ((odd >> 32).to(tl.int32) != count)
-    return even, odd, tl.max((is_there & is_old).to(tl.int32), 0)
+def _place(sender, count, ROOM: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Returns where this program's block of a sender lies in a rank's memory."""
+    turn = (count & 1) * PROGRAMS + tl.program_id(0)
+    return (sender * 2 * PROGRAMS + turn).to(tl.int64) * ROOM
 
 
 @triton.jit
 def send(
-    own, length, count, places, flags,
-    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
+    block, to, length, count, places, flags,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Sends a block `own` to the other ranks.
+    """Sends a block to another rank, or to EVERYONE else.
 
     Args:
-        length: Number of elements of the block, from the first of `own`; with WORDS a
-            multiple of 8.
+        length: Number of elements of the block, from the first of `block`; a multiple of 8 with
+            LAMPORT.
         count: The block's number, see `newest`.
-        places: For each rank, its memory for blocks [RANKS, 2, PROGRAMS, ROOM], of int64 with
-            WORDS.
+        places: For each rank, its memory for blocks [RANKS, 2, PROGRAMS, ROOM]; with LAMPORT
+            int32, at first all marks (-1).
         flags: For each rank, int32 [RANKS, PROGRAMS]: number of the newest block of each sender
-            without WORDS.
+            without LAMPORT.
     """
-    program = tl.program_id(0)
-    place = (RANK * 2 * PROGRAMS + (count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
-    if WORDS:
-        even, odd = _words(own, count)
-        at = tl.arange(0, even.shape[0])
-        is_there = at < length // (own.shape[0] // even.shape[0])
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.store(places[rank] + place + at, even, mask=is_there)
-                tl.store(places[rank] + place + ROOM // 2 + at, odd, mask=is_there)
-    else:
-        at = tl.arange(0, own.shape[0])
-        for rank in tl.static_range(RANKS):
-            if rank != RANK:
-                tl.store(places[rank] + place + at, own, mask=at < length)
+    if LAMPORT:
+        length = length // (32 // block.dtype.primitive_bitwidth)
+        block = _words(block)
+    is_there = tl.arange(0, block.shape[0]) < length
+    at = _place(RANK, count, ROOM, PROGRAMS) + tl.arange(0, block.shape[0])
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            is_meant = (to == EVERYONE) | (to == rank)
+            if is_meant:
+                tl.store(places[rank] + at, block, mask=is_there)
+    if not LAMPORT:
         tl.debug_barrier()
         for rank in tl.static_range(RANKS):
             if rank != RANK:
-                flag = flags[rank] + RANK * PROGRAMS + program
-                tl.atomic_xchg(flag, count, sem="release", scope="sys")
+                is_meant = (to == EVERYONE) | (to == rank)
+                if is_meant:
+                    flag = flags[rank] + RANK * PROGRAMS + tl.program_id(0)
+                    tl.atomic_xchg(flag, count, sem="release", scope="sys")
+
+
+@triton.jit
+def _look(
+    senders, at, is_there, count, places, ROOM: tl.constexpr, PROGRAMS: tl.constexpr,
+    RANK: tl.constexpr,
+):  # fmt: skip
+    """Loads each sender's words `at`.
+
+    Returns:
+        A tuple with each sender's words, and 1 + a sender some of whose words are marks, or 0.
+    """
+    blocks = ()
+    for i in tl.static_range(len(senders)):  # all are on their way before the first is looked at
+        place = places[RANK] + _place(senders[i], count, ROOM, PROGRAMS)
+        blocks = blocks + (tl.load(place + at, mask=is_there, other=0, volatile=True),)
+    missing = tl.zeros_like(at)
+    for i in tl.static_range(len(senders)):
+        missing = tl.where(blocks[i] == -1, senders[i] + 1, missing)
+    return blocks, tl.max(missing, 0)
 
 
 @triton.jit
 def receive(
-    own, length, count, places, flags, told, patience,
-    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
-    SENDER: tl.constexpr,
+    senders, like, length, count, places, flags, told, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """Waits for the block that another rank has sent under the number `count`.
+    """Waits for the blocks that other ranks have sent under the number `count`.
 
     Args:
-        own: This rank's block, of the same length and type.
-        told: int64 [3] that the host reads; its first gets SENDER + 1 after `patience` polls.
+        senders: Tuple of ranks.
+        like: A block of the same length and type.
+        told: int64 [3] that the host reads; its first gets 1 + a rank whose block has not come
+            after `patience` polls.
 
     Returns:
-        The block, as `own`.
+        A tuple with each sender's block.
     """
-    program = tl.program_id(0)
-    place = (SENDER * 2 * PROGRAMS + (count & 1) * PROGRAMS + program).to(tl.int64) * ROOM
     polls = 0
-    if WORDS:
-        half: tl.constexpr = own.shape[0] // (4 if own.dtype.primitive_bitwidth == 16 else 2)
-        at = tl.arange(0, half)
-        is_there = at < length // (own.shape[0] // half)
-        words = places[RANK] + place + at
-        even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
+    blocks = ()
+    if LAMPORT:
+        WIDTH: tl.constexpr = 32 // like.dtype.primitive_bitwidth
+        at = tl.arange(0, like.shape[0] // WIDTH)
+        is_there = at < length // WIDTH
+        came, missing = _look(senders, at, is_there, count, places, ROOM, PROGRAMS, RANK)
         while missing != 0:
-            polls = _waited(polls, patience, told, SENDER)
-            even, odd, missing = _looked(words, words + ROOM // 2, is_there, count)
-        block = _numbers(even, odd, own.dtype)
+            if polls == patience:
+                tl.store(told, missing)
+            polls = _counted(polls)
+            came, missing = _look(senders, at, is_there, count, places, ROOM, PROGRAMS, RANK)
+        for i in tl.static_range(len(senders)):
+            place = places[RANK] + _place(senders[i], count, ROOM, PROGRAMS)
+            tl.store(place + at, tl.full(at.shape, -1, tl.int32), mask=is_there)
+            blocks = blocks + (_floats(came[i], like.dtype),)
     else:
-        flag = flags[RANK] + SENDER * PROGRAMS + program
-        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-        while seen - count < 0:  # also where the numbers wrap around
-            polls = _waited(polls, patience, told, SENDER)
+        for i in tl.static_range(len(senders)):
+            flag = flags[RANK] + senders[i] * PROGRAMS + tl.program_id(0)
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+            while seen - count < 0:  # also where the numbers wrap around
+                if polls == patience:
+                    tl.store(told, senders[i] + 1)
+                polls = _counted(polls)
+                seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         tl.debug_barrier()
-        at = tl.arange(0, own.shape[0])
-        block = tl.load(places[RANK] + place + at, mask=at < length, other=0)
-    return block
+        at = tl.arange(0, like.shape[0])
+        for i in tl.static_range(len(senders)):
+            place = places[RANK] + _place(senders[i], count, ROOM, PROGRAMS)
+            blocks = blocks + (tl.load(place + at, mask=at < length, other=0),)
+    return blocks
+
+
+@triton.jit
+def receive_all(
+    own, length, count, places, flags, told, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """Returns a tuple with each rank's block; see `receive`."""
+    others = ()
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            others = others + (rank,)
+    came = receive(
+        others, own, length, count, places, flags, told, patience, ROOM, PROGRAMS, LAMPORT, RANK
+    )
+    blocks = ()
+    for rank in tl.static_range(RANKS):
+        if rank < RANK:
+            blocks = blocks + (came[rank],)
+        elif rank == RANK:
+            blocks = blocks + (own,)
+        else:
+            blocks = blocks + (came[rank - 1],)
+    return blocks
+
+
+@triton.jit
+def _sum_of_all(
+    own, length, count, places, flags, told, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the ranks' blocks in float32 in the order of the ranks, and rounds once."""
+    blocks = receive_all(
+        own, length, count, places, flags, told, patience, ROOM, PROGRAMS, LAMPORT, RANK, RANKS
+    )
+    total = blocks[0].to(tl.float32)
+    for rank in tl.static_range(1, RANKS):
+        total += blocks[rank].to(tl.float32)
+    return total.to(own.dtype)
 
 
 @triton.jit
 def sum_of_ranks(
-    own, length, count, places, flags, times, told, patience,
-    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr,
+    own, block, length, count, places, flags, times, told, patience,
+    ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Exchanges a block, and adds up the ranks' in float32 in the order of the ranks; see `send`
-    and `receive`.
+    """Returns the sum of the ranks' blocks, added up in float32 in the order of the ranks and
+    rounded to their type; see `send` and `receive`.
+
+    Args:
+        block: Number of the block among all of the exchange.
     """
-    send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
-    sent = nanoseconds()
-    total = tl.zeros_like(own).to(tl.float32)
-    for rank in tl.static_range(RANKS):
-        part = own
-        if rank != RANK:
-            part = receive(
-                own, length, count, places, flags, told, patience, ROOM, PROGRAMS, WORDS, RANK, rank
+    if TWO_SHOT:
+        # Blocks that are as many programs apart as a card runs at once have different owners too.
+        owner = (block + block // RANKS) % RANKS
+        if owner == RANK:
+            sent = nanoseconds()
+            total = _sum_of_all(
+                own, length, count, places, flags, told, patience, ROOM, PROGRAMS, LAMPORT, RANK,
+                RANKS,
+            )  # fmt: skip
+            send(
+                total, EVERYONE, length, count, places, flags, ROOM, PROGRAMS, LAMPORT, RANK, RANKS
             )
-        total = part.to(tl.float32) if rank == 0 else total + part.to(tl.float32)
+        else:
+            send(own, owner, length, count, places, flags, ROOM, PROGRAMS, LAMPORT, RANK, RANKS)
+            sent = nanoseconds()
+            came = receive(
+                (owner,), own, length, count, places, flags, told, patience, ROOM, PROGRAMS,
+                LAMPORT, RANK,
+            )  # fmt: skip
+            total = came[0]
+    else:
+        send(own, EVERYONE, length, count, places, flags, ROOM, PROGRAMS, LAMPORT, RANK, RANKS)
+        sent = nanoseconds()
+        total = _sum_of_all(
+            own, length, count, places, flags, told, patience, ROOM, PROGRAMS, LAMPORT, RANK, RANKS
+        )
     note(times, sent, False)
     return total
 
@@ -184,6 +269,14 @@ def newest(counts):
     [PROGRAMS].
     """
     return tl.load(counts + tl.program_id(0))
+
+
+@triton.jit
+def go_on(counts, count):
+    """Lets this program send its next block: its marks are back before another rank can know."""
+    tl.debug_barrier()
+    tl.atomic_xchg(counts + tl.program_id(0), count, sem="release", scope="sys")
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -227,13 +320,15 @@ def begin_forward(times, told):
 def exchange(
     x_ptr, out_ptr, places, flags, counts, times, told, patience, size, width,
     BLOCK: tl.constexpr, KIND: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr,
-    WORDS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Exchanges one block of x [size]: writes the ranks' sum, or rank 0's x, or all ranks' x as
     [rows, RANKS, width].
     """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = size - tl.program_id(0) * BLOCK
+    block = tl.program_id(0)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    length = size - block * BLOCK
     is_there = index < size
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -242,27 +337,21 @@ def exchange(
     count = newest(counts) + 1
     if KIND == SUM:
         total = sum_of_ranks(
-            own, length, count, places, flags, times, told, patience, ROOM, PROGRAMS, WORDS, RANK,
-            RANKS,
+            own, block, length, count, places, flags, times, told, patience, ROOM, PROGRAMS,
+            LAMPORT, TWO_SHOT, RANK, RANKS,
         )  # fmt: skip
-        tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=is_there)
+        tl.store(out_ptr + index, total, mask=is_there)
     else:
-        send(own, length, count, places, flags, ROOM, PROGRAMS, WORDS, RANK, RANKS)
+        send(own, EVERYONE, length, count, places, flags, ROOM, PROGRAMS, LAMPORT, RANK, RANKS)
         sent = nanoseconds()
-        if KIND == ALL:
-            out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
-        else:
-            out_ptr += index
-        for rank in tl.static_range(RANKS):
-            part = own
-            if rank != RANK:
-                part = receive(
-                    own, length, count, places, flags, told, patience, ROOM, PROGRAMS, WORDS, RANK,
-                    rank,
-                )  # fmt: skip
-            if KIND == ALL:
-                tl.store(out_ptr + rank * width, part, mask=is_there)
-            elif rank == 0:
-                tl.store(out_ptr, part, mask=is_there)
+        blocks = receive_all(
+            own, length, count, places, flags, told, patience, ROOM, PROGRAMS, LAMPORT, RANK, RANKS
+        )
         note(times, sent, KIND == FIRST)
+        if KIND == FIRST:
+            tl.store(out_ptr + index, blocks[0], mask=is_there)
+        else:
+            out_ptr += (index // width).to(tl.int64) * RANKS * width + index % width
+            for rank in tl.static_range(RANKS):
+                tl.store(out_ptr + rank * width, blocks[rank], mask=is_there)
     finish(counts, count)

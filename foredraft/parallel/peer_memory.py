@@ -11,13 +11,13 @@ import torch
 
 from foredraft.kernel_launch import overlapped
 
-PROGRAMS = 512  # maximum number of blocks of an exchange; each is a program's
-WORD_PROGRAMS = 64  # maximum number of blocks that travel as words, which are twice as large
+PROGRAMS = 512  # maximum number of programs of an exchange; each has a block at a time
 ROOM_BYTES = 16 << 10  # maximum size of a block
+# Bytes that each rank must save for sums to go two ways: about what links carry in the time of one.
+TWO_SHOT_BYTES = 640 << 10
+_LAMPORT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024  # elements of a block, where the caller does not choose and few programs will do
 _FLAG_BYTES = 4
-_PER_WORD = 4  # bytes of a block in each word of 8 bytes
-_WORD_BYTES = 8
 # Polls after which a rank is taken for lost, about 0.6 us each: in captured steps, which all ranks
 # replay at the same time, and outside of them, where a rank may compile first.
 PATIENCE = 1 << 24
@@ -26,8 +26,7 @@ EAGER_PATIENCE = 1 << 27
 
 def num_bytes(size: int, num_programs: int = PROGRAMS) -> int:
     """Returns the bytes that each of `size` ranks needs."""
-    words = min(num_programs, WORD_PROGRAMS) * 2 * (ROOM_BYTES // _PER_WORD * _WORD_BYTES)
-    return size * (num_programs * (_FLAG_BYTES + 2 * ROOM_BYTES) + words)
+    return size * num_programs * (_FLAG_BYTES + 2 * 2 * ROOM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,9 @@ class Exchange:
 
     Attributes:
         room: Maximum number of elements of a block, or of its words.
-        num_programs: Maximum number of blocks.
+        num_programs: Maximum number of programs.
+        is_lamport: Whether blocks need no flags.
+        is_two_shot: Whether each rank adds up a share of the blocks and sends the sums on.
     """
 
     places: tuple[torch.Tensor, ...]
@@ -47,7 +48,8 @@ class Exchange:
     patience: int
     room: int
     num_programs: int
-    uses_words: bool
+    is_lamport: bool
+    is_two_shot: bool
     rank: int
     size: int
 
@@ -62,7 +64,8 @@ def constants_of(exchange: Exchange) -> dict[str, Any]:
     return {
         "ROOM": exchange.room,
         "PROGRAMS": exchange.num_programs,
-        "WORDS": exchange.uses_words,
+        "LAMPORT": exchange.is_lamport,
+        "TWO_SHOT": exchange.is_two_shot,
         "RANK": exchange.rank,
         "RANKS": exchange.size,
     }
@@ -76,20 +79,20 @@ class PeerMemory:
     Args:
         rank: Number of this rank.
         memories: For each rank, its uint8 [num_bytes(size, num_programs)], all zero, which this
-            rank's kernels can write.
-        num_programs: Maximum number of blocks of an exchange.
+            rank's kernels can write. No rank may exchange anything before all have one of these.
+        num_programs: Maximum number of programs of an exchange.
     """
 
     def __init__(
         self, rank: int, memories: Sequence[torch.Tensor], num_programs: int = PROGRAMS
     ) -> None:
         self.rank, self.size, self.num_programs = rank, len(memories), num_programs
-        self._num_words = min(num_programs, WORD_PROGRAMS)
         flags = self.size * num_programs * _FLAG_BYTES
-        words = flags + self.size * num_programs * 2 * ROOM_BYTES
+        marked = flags + self.size * num_programs * 2 * ROOM_BYTES
         self._flags = tuple(memory[:flags].view(torch.int32) for memory in memories)
-        self._words = tuple(memory[words:].view(torch.int64) for memory in memories)
-        self._rooms = [memory[flags:words] for memory in memories]
+        self._flagged = [memory[flags:marked] for memory in memories]
+        self._marked = tuple(memory[marked:].view(torch.int32) for memory in memories)
+        self._marked[rank].fill_(-1)
         self._places: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         device = memories[rank].device
         self._counts = torch.zeros(num_programs, dtype=torch.int32, device=device)
@@ -121,16 +124,19 @@ class PeerMemory:
         """Returns whether `sum`, `first` and `all` take x."""
         return 0 < x.numel() <= self.num_programs * ROOM_BYTES // x.element_size()
 
-    def exchange(self, num_blocks: int, length: int, dtype: torch.dtype) -> Exchange:
+    def exchange(self, length: int, num_bytes: int, dtype: torch.dtype) -> Exchange:
         """Returns what a kernel needs for an exchange of blocks.
 
         Args:
             length: Number of elements of each block, or of all blocks.
+            num_bytes: Size of all blocks.
         """
-        fits = num_blocks <= self._num_words and length % 8 == 0
-        uses_words = fits and dtype.itemsize in (2, 4)
-        places = self._words if uses_words else self._typed(dtype)
-        is_captured = places[self.rank].is_cuda and torch.cuda.is_current_stream_capturing()
+        is_lamport = length % 8 == 0 and dtype in _LAMPORT_TYPES
+        # Each rank sends its blocks to all others, or one share to each of them and its own sums
+        # to all.
+        saved = num_bytes * (self.size - 1) * (self.size - 2) // self.size
+        places = self._marked if is_lamport else self._typed(dtype)
+        is_captured = self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
         return Exchange(
             places,
             self._flags,
@@ -138,9 +144,10 @@ class PeerMemory:
             self._times,
             self._told,
             PATIENCE if is_captured else EAGER_PATIENCE,
-            ROOM_BYTES // (_PER_WORD if uses_words else dtype.itemsize),
-            self._num_words if uses_words else self.num_programs,
-            uses_words,
+            ROOM_BYTES // places[self.rank].itemsize,
+            self.num_programs,
+            is_lamport,
+            saved > TWO_SHOT_BYTES,
             self.rank,
             self.size,
         )
@@ -159,7 +166,7 @@ class PeerMemory:
 
     def _typed(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         if dtype not in self._places:
-            self._places[dtype] = tuple(room.view(dtype) for room in self._rooms)
+            self._places[dtype] = tuple(memory.view(dtype) for memory in self._flagged)
         return self._places[dtype]
 
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, kind: str) -> torch.Tensor:
@@ -168,7 +175,7 @@ class PeerMemory:
         room = ROOM_BYTES // x.element_size()
         block = _BLOCK if x.numel() <= self.num_programs * _BLOCK else room
         num_blocks = -(-x.numel() // block)
-        exchange = self.exchange(num_blocks, x.numel(), x.dtype)
+        exchange = self.exchange(x.numel(), x.nbytes, x.dtype)
         exchange_kernels.exchange[(num_blocks,)](
             x, out, *exchange.exchange_arguments, x.numel(), x.shape[-1], BLOCK=block,
             KIND=getattr(exchange_kernels, kind), num_warps=max(4, block // 512),

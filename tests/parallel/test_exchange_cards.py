@@ -82,7 +82,7 @@ def test_a_norm_adds_up_in_one_order(
     monkeypatch.setattr(fused, "overlapped", lambda device: {"launch_pdl": True, "DEPENDENT": True})
     group, weight = LastRank(2), torch.ones(size, dtype=dtype)
     for group.shares in (True, False):
-        for num_rows in (4, peer_memory.WORD_PROGRAMS + 1):
+        for num_rows in (4, peer_memory.PROGRAMS + 1):
             x = torch.zeros(num_rows, size, dtype=dtype)
             for delta in (x, torch.zeros(2, num_rows, size)):
                 fused.add_norm(x.clone(), delta, weight, 1e-5, False, None, None, group)

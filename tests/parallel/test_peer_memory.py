@@ -16,7 +16,7 @@ from foredraft.layers import fused
 from foredraft.models.loader import load_model
 from foredraft.parallel import peer_memory
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import PROGRAMS, WORD_PROGRAMS, PeerMemory, num_bytes
+from foredraft.parallel.peer_memory import PROGRAMS, PeerMemory, num_bytes
 from foredraft.telemetry.metrics import value
 from testing.checkpoints import make_checkpoint
 from testing.gloo_ranks import NoLog, run_ranks
@@ -26,10 +26,10 @@ from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.group import ProcessGroup
 from verify_service.executor.ranks.times import RankTimes
 
-NUM_RANKS = 3 if INTERPRETED else 2
+NUM_RANKS = 3 if INTERPRETED else max(2, torch.cuda.device_count())
 NUM_PROGRAMS = 16  # of interpreted ranks
-# More rows than travel as words, and so many that each program exchanges several.
-MANY_ROWS = (3 * NUM_PROGRAMS + 3,) if INTERPRETED else (WORD_PROGRAMS + 3, 3 * PROGRAMS + 3)
+# Many rows, and so many that each program exchanges several.
+MANY_ROWS = (3 * NUM_PROGRAMS + 3,) if INTERPRETED else (67, 3 * PROGRAMS + 3)
 pytestmark = [
     needs_triton,
     pytest.mark.gpu,
@@ -67,12 +67,14 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def exchange(memory: PeerMemory, device: torch.device) -> None:
-    """Every kind of exchange, many times over and of changing sizes."""
+    """Every kind of exchange, many times over and of changing sizes, all ranks adding up all blocks
+    and each a share of them.
+    """
     rank, size = memory.rank, memory.size
     for turn in range(6 if INTERPRETED else 300):
         dtype = DTYPES[turn % len(DTYPES)]
-        # Lengths that are multiples of 8 travel as words, others do not.
         shape = [(3, 5), (2, 2100), (7, 1024)][turn // len(DTYPES) % 3]
+        peer_memory.TWO_SHOT_BYTES = turn % 2 * (1 << 30)
         own = [random(*shape, seed=7 * turn + other, dtype=dtype) for other in range(size)]
         x = own[rank].to(device)
         total = own[0].float()
@@ -81,6 +83,10 @@ def exchange(memory: PeerMemory, device: torch.device) -> None:
         assert torch.equal(memory.sum(x).cpu(), total.to(dtype))
         assert torch.equal(memory.first(x).cpu(), own[0])
         assert torch.equal(memory.all(x).cpu(), torch.cat(own, -1))
+        # Not-a-number may have the bits of a place where nothing has come.
+        mark = torch.full((8,), -1, dtype=torch.int32).view(dtype).to(device)
+        assert memory.sum(mark).isnan().all()
+        assert memory.all(mark).isnan().all()
     # Blocks as large as they may be, the last one not full.
     size_of_all = 3 * 4000 * memory.num_programs // (NUM_PROGRAMS if INTERPRETED else 16)
     large = [random(2, size_of_all, seed=other, dtype=torch.float16) for other in range(size)]
@@ -111,13 +117,14 @@ def both_ways(group: Group, device: torch.device, shares: list[bool]) -> None:
                     total = total + other.to(dtype).float()
                 for normed in (None, post):
                     found = []
-                    for way in (True, False):
+                    for way, peer_memory.TWO_SHOT_BYTES in ((True, 1 << 30), (True, 0), (False, 0)):
                         shares[0] = way
                         mine = stream.clone()
                         out = fused.add_norm(mine, own, weight, 1e-5, False, normed, None, group)
                         found.append((mine, out.rows))
-                    assert torch.equal(found[0][0], found[1][0])
-                    assert torch.equal(found[0][1], found[1][1])
+                    for other in found[1:]:
+                        assert torch.equal(found[0][0], other[0])
+                        assert torch.equal(found[0][1], other[1])
                     mine = stream.clone()
                     delta = total.to(dtype).to(device)
                     want = fused.add_norm(mine, delta, weight, 1e-5, False, normed).rows
@@ -175,22 +182,23 @@ def on_card(rank: int, meeting: str) -> None:
     look_up(group, device)
     # More rows than there are blocks are gathered.
     x = random(600, 4096, seed=rank).to(device)
-    total = random(600, 4096, seed=0) + random(600, 4096, seed=1)
+    total = sum(random(600, 4096, seed=other) for other in range(NUM_RANKS))
     assert torch.equal(group.all_reduce(x).cpu(), total)
     assert torch.equal(group.broadcast(x.clone()).cpu(), random(600, 4096, seed=0))
     # Captured, replayed many times without a wait between them.
     x = random(4, 4096, seed=rank).bfloat16().to(device)
-    group.all_reduce(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = x
-        for _ in range(8):
-            out = group.all_reduce(out) * 0.5
-    for _ in range(500):
-        graph.replay()
-    torch.cuda.synchronize()
-    want = random(4, 4096, seed=0).bfloat16().float() + random(4, 4096, seed=1).bfloat16().float()
-    assert torch.equal(out.cpu(), (want.bfloat16() * 0.5).cpu())
+    for peer_memory.TWO_SHOT_BYTES in (1 << 30, 0):
+        group.all_reduce(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = x
+            for _ in range(8):
+                out = group.all_reduce(out) / NUM_RANKS
+        for _ in range(500):
+            graph.replay()
+        torch.cuda.synchronize()
+        want = sum(random(4, 4096, seed=other).bfloat16().float() for other in range(NUM_RANKS))
+        assert torch.equal(out.cpu(), (want.bfloat16() / NUM_RANKS).cpu())
     # A forward's times are told when the next one begins.
     started, found = time.monotonic_ns(), []
     for _ in range(2):
@@ -290,12 +298,12 @@ def test_what_a_ranks_device_counts_is_published(tmp_path: Path) -> None:
 
 
 def wait_in_vain(number: int) -> None:
-    """Waits on a card for a rank that there is not; of two processes one waits for words."""
+    """Waits on a card for a rank that there is not; of two processes one waits for a flag."""
     peer_memory.EAGER_PATIENCE = 1000
     device = torch.device("cuda", 0)
     memories = [torch.zeros(num_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
-    memory, x = PeerMemory(0, memories), torch.ones(1 + number * WORD_PROGRAMS, 1024, device=device)
-    memory.sum(x)
+    memory, dtype = PeerMemory(0, memories), (torch.float32, torch.int64)[number]
+    memory.first(torch.ones(1024, dtype=dtype, device=device))
     until = time.monotonic() + 60
     while memory.lost_rank is None and time.monotonic() < until:
         time.sleep(0.01)
