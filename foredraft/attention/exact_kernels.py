@@ -216,12 +216,7 @@ def attend(
         together = prefix_len + num_rows - behind <= limit
         if together & (tl.program_id(2) > 0):
             return
-    if DEPENDENT:  # lengths are older than the kernel before, which has waited for them itself
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if block * BLOCK_M >= num_rows * GROUP:
-        return
-
+    idle = block * BLOCK_M >= num_rows * GROUP
     folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = folded // GROUP
     is_row = row < num_rows
@@ -243,16 +238,23 @@ def attend(
     if WINDOWED:
         oldest = tl.load(positions + token, mask=is_row, other=0x3FFFFFFF).to(tl.int32) - window + 1
         begin = tl.maximum(tl.min(oldest, 0), 0) // TILE * TILE
-    first_segment = 0
+    first, first_segment = begin, 0
     if SPLIT:
         first_segment = segment_of(begin, NEAR, SMALL, LARGE) + tl.program_id(2)
         if SHARED:  # the longest first
             first_segment = num_splits - 1 - tl.program_id(2)
-        idle = start_of(first_segment, NEAR, SMALL, LARGE) >= end
+        is_beyond = start_of(first_segment, NEAR, SMALL, LARGE) >= end
         if TOGETHER:
-            idle = idle & (not together)
-        if idle:
-            return
+            is_beyond = is_beyond & (not together)
+        idle = idle | is_beyond
+        first = tl.maximum(start_of(first_segment, NEAR, SMALL, LARGE), begin)
+    table = tables + sequence.to(tl.int64) * table_stride
+    pages = load_pages(table, first + tl.arange(0, TILE), end, PAGE_SIZE)
+    if DEPENDENT:  # all so far is older than the kernel before, which has waited for it itself
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if idle:
+        return
 
     dims = tl.arange(0, BLOCK_D)
     wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
@@ -260,7 +262,6 @@ def attend(
     q = load_query(q_ptr, offsets, wanted, EIGHT_BIT)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
-    table = tables + sequence.to(tl.int64) * table_stride
     line = token * (KV_HEADS * GROUP) + head
 
     if SPLIT:
@@ -279,7 +280,6 @@ def attend(
                     best, total, acc = load_sums(
                         part_best, part_total, part_acc, part, goes_on, HEAD_DIM, BLOCK_D
                     )
-                pages = load_pages(table, first + tl.arange(0, TILE), last, PAGE_SIZE)
                 for start in tl.range(first, last, TILE):
                     keys = start + tl.arange(0, TILE)
                     seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
@@ -297,6 +297,8 @@ def attend(
                 tl.store(part_best + part, best, mask=is_row)
                 tl.store(part_total + part, total, mask=is_row)
                 tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
+                keys = start_of(segment + num_splits, NEAR, SMALL, LARGE) + tl.arange(0, TILE)
+                pages = load_pages(table, keys, end, PAGE_SIZE)
             return
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)
@@ -318,7 +320,6 @@ def attend(
                 seen_by_all = prefix_len + block * BLOCK_M // GROUP + 1
                 whole_end = tl.minimum(seen_by_all, end) // TILE * TILE
             keys = begin + tl.arange(0, TILE)
-            pages = load_pages(table, keys, end, PAGE_SIZE)
             slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
             k = load_rows(k_ptr, slots, keys < end, HEAD_DIM, BLOCK_D)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -333,7 +334,6 @@ def attend(
             )  # fmt: skip
             best, total, acc, all_best, all_total, all_acc = sums
         else:
-            pages = load_pages(table, begin + tl.arange(0, TILE), end, PAGE_SIZE)
             for start in tl.range(begin, end, TILE):
                 if is_start(start, NEAR, SMALL, LARGE):
                     all_best, all_total, all_acc = merge(
