@@ -7,6 +7,7 @@ from torch import nn
 
 from foredraft.attention.base import AttentionBackend, Batch
 from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.normed import RoundedRows
@@ -108,18 +109,34 @@ class SelfAttention(nn.Module):
             later: Whether the result may be the parts of `Linear.deferred`.
             rounded: See `Linear.deferred`.
         """
+        queries = self._make_queries(x, angles, layer, batch, kv, rounded)
+        out = new_rows(x, x.shape[0], self.output.num_inputs)
+        attention.attend(plan, queries, layer, self.window, self._scale, out)
+        return self.output.deferred(out) if later else self.output(out)
+
+    def _make_queries(
+        self,
+        x: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        batch: Batch,
+        kv: PagedKV,
+        rounded: RoundedRows | None,
+    ) -> torch.Tensor:
+        """Writes the rows' keys and values to the cache; returns the queries."""
+        num_heads, slots = self._num_heads, batch.slots
+        if self.q_norm is None and self.qkv.method.has_heads:
+            place = kv.keys(layer), kv.values(layer), slots, kv.scales[layer]
+            found = self.qkv.heads(x, rounded, Heads(num_heads, angles, *place))
+            if found is not None:
+                return found
         heads = self.qkv.deferred(x, rounded)
         # Only products on GPUs come in parts, and their kernels add them up.
         own = x.new_empty(x.shape[0], *self._queries) if heads.dim() == 3 else None
         heads = heads.view(*heads.shape[:-2], *self._shape)
         if (kernels := kernels_for(heads, kv.data)) is None:
-            queries = self._store(heads, angles, layer, batch, kv)
-        else:
-            num_heads, slots = self._num_heads, batch.slots
-            queries = self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
-        out = new_rows(x, x.shape[0], self.output.num_inputs)
-        attention.attend(plan, queries, layer, self.window, self._scale, out)
-        return self.output.deferred(out) if later else self.output(out)
+            return self._store(heads, angles, layer, batch, kv)
+        return self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
 
     def store(
         self,

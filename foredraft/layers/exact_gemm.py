@@ -13,8 +13,10 @@ import torch
 
 from foredraft.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.layers.heads import Heads, constants_of_heads
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
+HEAD_MULTIPLE = 64  # outputs of a program of so few rows, but for vocabularies
 PART_ROWS = 128  # up to which halves of columns are faster by our kernels than by cuBLAS
 # Up to which one program adds up both halves of fewer than _LONG columns, and beyond of at most
 # _FEW: each half alone would write and read float32.
@@ -85,6 +87,25 @@ def multiply(
     return out
 
 
+def multiply_to_heads(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, heads: Heads
+) -> torch.Tensor:
+    """Computes x W^T + b in one pass, rotates queries and keys, and writes keys and values to the
+    cache.
+
+    Args:
+        x: [rows, inputs], up to `SKINNY_ROWS`; see `multiply`.
+        heads: Heads whose width is a multiple of HEAD_MULTIPLE.
+
+    Returns:
+        Queries [rows, num_heads, head_dim].
+    """
+    out = x.new_empty(heads.queries_shape)
+    if out.numel():
+        _multiply_skinny(x, weight, bias, out, False, heads)
+    return out
+
+
 def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
     """Computes x W^T as a sum still to be made, float32 [parts, rows, outputs]; see `num_parts`."""
     out = x.new_empty((parts, x.shape[0], weight.shape[0]), dtype=torch.float32)
@@ -124,12 +145,16 @@ def _multiply_skinny(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool,
+    heads: Heads | None = None,
 ) -> None:
     from foredraft.layers import skinny_gemm_kernels as kernels
 
-    rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
-    parts = out.shape[0] if out.dim() == 3 else 1
-    block_n, block_m = 64, max(16, power_of_two(rows))
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    own = Heads.none(x) if heads is None else heads
+    has_parts = out.dim() == 3 and heads is None
+    parts = out.shape[0] if has_parts else 1
+    block_n, block_m = HEAD_MULTIPLE, max(16, power_of_two(rows))
     if not is_hopper(x.device):
         block_k, stages = 64, 3
     elif block_m <= 32:
@@ -140,9 +165,9 @@ def _multiply_skinny(
         block_k, stages = 64, 6
     kernels.multiply[(-(-outputs // block_n), parts)](
         x, weight, x if bias is None else bias, out, rows, outputs, inputs, inputs // parts,
-        HAS_BIAS=bias is not None, GATED=gated, EVEN=inputs % (parts * block_k) == 0,
-        PARTS=out.dim() == 3, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
-        num_warps=4, num_stages=stages, **overlapped(x.device),
+        *own.kernel_arguments, **constants_of_heads(own), HAS_BIAS=bias is not None, GATED=gated,
+        EVEN=inputs % (parts * block_k) == 0, PARTS=has_parts, BLOCK_N=block_n, BLOCK_M=block_m,
+        BLOCK_K=block_k, num_warps=4, num_stages=stages, **overlapped(x.device),
     )  # fmt: skip
 
 

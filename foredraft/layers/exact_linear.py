@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from foredraft.kernel_launch import no_collection, times_on_gpu
+from foredraft.kernel_launch import VARIANTS, no_collection, times_on_gpu
 from foredraft.layers import exact_gemm
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
+from foredraft.layers.normed import RoundedRows
 from foredraft.layers.padded_rows import proven_size, with_more
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,7 @@ class ExactMethod(LinearMethod):
     """Plain weights on a GPU: our own kernels, and cuBLAS where it gives the same bits."""
 
     is_exact = True
+    has_heads = True
 
     def __init__(self, proofs: Proofs) -> None:
         self._proofs = proofs
@@ -146,6 +149,17 @@ class ExactMethod(LinearMethod):
         if x.shape[0] > exact_gemm.SKINNY_ROWS or exact_gemm.num_parts(weight, bias) > 1:
             return None
         return exact_gemm.multiply(x, weight, bias, gated=True)
+
+    def apply_heads(
+        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """See LinearMethod."""
+        weight, bias = linear.weight, linear.bias
+        fits = x.shape[0] <= exact_gemm.SKINNY_ROWS and not VARIANTS.are_few
+        fits = fits and heads.keys.shape[2] % exact_gemm.HEAD_MULTIPLE == 0
+        if not fits or exact_gemm.num_parts(weight, bias) > 1:
+            return None
+        return exact_gemm.multiply_to_heads(x, weight, bias, heads)
 
     def product_bytes(self, linear: Linear, num_rows: int, itemsize: int) -> ProductBytes:
         """See LinearMethod."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers.heads import Heads, constants_of_heads
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import frozen_parameter
@@ -17,6 +18,9 @@ from foredraft.layers.weight_scheme import BLOCK, WeightScheme
 MOST_ROWS = 64  # maximum rows of the kernels that read weights once for all rows
 _WIDE = 16384  # outputs from which on programs of 64 outputs fill an H200
 _BLOCK_N = 64  # outputs of a program of the kernel for 8-bit floats
+# Widths of heads whose halves the kernel for 8-bit floats rotates: several programs of a head with
+# scales by blocks would be of two blocks.
+_HEAD_DIMS = (_BLOCK_N, BLOCK)
 _COLUMNS = 2048  # columns of a program that rounds many rows to 8-bit floats
 # With scales by blocks the library takes multiples of so many rows of x, and of so many inputs:
 # with other inputs it takes scales from wrong places.
@@ -46,6 +50,7 @@ class Fp8Method(LinearMethod):
         self._size = BLOCK if self._by_blocks else 0  # columns that share a scale, 0 for all
         self.rounds = self._size
         self.is_exact = False
+        self.has_heads = True
 
     @staticmethod
     def takes(matrix: Matrix, scheme: WeightScheme) -> bool:
@@ -88,6 +93,14 @@ class Fp8Method(LinearMethod):
         """See LinearMethod."""
         return self._multiply(linear, x, rounded, gated=True) if self._is_for_kernel(x) else None
 
+    def apply_heads(
+        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """See LinearMethod."""
+        if not self._is_for_kernel(x) or heads.keys.shape[2] not in _HEAD_DIMS:
+            return None
+        return self._multiply(linear, x, rounded, heads=heads)
+
     def _is_for_kernel(self, x: torch.Tensor) -> bool:
         return self.is_exact and _are_few(x)
 
@@ -101,22 +114,29 @@ class Fp8Method(LinearMethod):
         return out if linear.bias is None else out.add_(linear.bias)
 
     def _multiply(
-        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None, gated: bool = False
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        rounded: RoundedRows | None,
+        gated: bool = False,
+        heads: Heads | None = None,
     ) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
         rows, scales = rounded or quantize_rows(x, self._size)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
-        out = torch.empty((count, outputs), dtype=x.dtype, device=x.device)
+        own = Heads.none(x) if heads is None else heads
+        shape = (count, outputs) if heads is None else heads.queries_shape
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
         block_m = max(16, power_of_two(count))
         unroll, block_k, stages = _fp8_tile(self._by_blocks, outputs, inputs, block_m, gated)
         kernels.multiply_fp8[(-(-outputs // _BLOCK_N),)](
             rows, scales, linear.weight, linear.scales, out if linear.bias is None else linear.bias,
-            out, count, outputs, inputs, BLOCKS=self._by_blocks,
+            out, count, outputs, inputs, *own.kernel_arguments, BLOCKS=self._by_blocks,
             HAS_BIAS=linear.bias is not None, GATED=gated, UNROLL=unroll, BLOCK_N=_BLOCK_N,
             BLOCK_M=block_m, BLOCK_K=block_k, num_warps=4, num_stages=stages,
-            **overlapped(x.device),
+            **constants_of_heads(own), **overlapped(x.device),
         )  # fmt: skip
         return out
 

@@ -4,14 +4,15 @@
 import triton
 import triton.language as tl
 
+from foredraft.layers.head_kernels import load_angles, outputs_of_pairs, store_heads
 from foredraft.layers.triton_kernels import rounded, silu_times
 
 
 @triton.jit
-def _finished(acc, own, scales_ptr, bias_ptr, n, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _finished(acc, scale, own, bias_ptr, n, BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Scales sums, and rounds them as the library does, before the bias."""
     if not BLOCKS:
-        acc = acc * tl.load(scales_ptr + n)[None, :] * own
+        acc = acc * scale[None, :] * own[:, None]
     acc = acc.to(tl.bfloat16).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
@@ -27,6 +28,8 @@ def _scales(own, scales, block, rows, in_m):
 @triton.jit(do_not_specialize=["rows"])
 def multiply_fp8(
     x_ptr, x_scales_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr, rows, outputs, inputs,
+    cos_ptr, sin_ptr, keys_ptr, values_ptr, slots_ptr, plane_stride, k_inverse, v_inverse,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr,
     BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     UNROLL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -35,13 +38,17 @@ def multiply_fp8(
 
     Without BLOCKS: a scale for each row of x and each output. With BLOCKS, each sum over 128 inputs
     is scaled and added: scales of x are [inputs / 128, rows], of W [outputs / 128, inputs / 128].
-    With GATED, silu of the first half of W's outputs is multiplied by the second half.
+    With GATED, silu of the first half of W's outputs is multiplied by the second half. With
+    HEAD_DIM, outputs are heads: queries and keys are rotated, `out` takes the queries, and the
+    cache keys and values, as in `rotate_and_store`.
 
     Args:
         UNROLL: Number of blocks of an iteration, 1 or 4; with 4, scales have the time of four blocks
             to arrive. Only with BLOCKS, without GATED.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HEAD_DIM:
+        n, head, pair = outputs_of_pairs(tl.program_id(0), BLOCK_N, HEAD_DIM)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     in_n = n < outputs
@@ -56,9 +63,19 @@ def multiply_fp8(
     block_scales = scales_ptr + (tl.program_id(0) * BLOCK_N // 128) * (inputs // 128)
     block_scales2 = block_scales + outputs // 128 * (inputs // 128)
     own_scales = x_scales_ptr + m
+    # What is needed after the last weights is loaded before the first ones: it comes from memory.
+    last_scale, last_scale2, last_own = 1.0, 1.0, 1.0
+    if not BLOCKS:
+        last_scale = tl.load(scales_ptr + safe_n)
+        if GATED:
+            last_scale2 = tl.load(scales_ptr + safe_n + outputs)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if not BLOCKS:
+        last_own = tl.load(own_scales, mask=in_m, other=0.0)
+    if HEAD_DIM:
+        cos, sin, slots = load_angles(cos_ptr, sin_ptr, slots_ptr, m, pair, in_m, HEAD_DIM)
     if UNROLL == 1 and BLOCKS:
         own = tl.load(own_scales, mask=in_m, other=0.0)
         scale = tl.load(block_scales)
@@ -112,15 +129,18 @@ def multiply_fp8(
     acc = tl.trans(acc)
     acc2 = tl.trans(acc2)
     kind = out_ptr.dtype.element_ty
-    own = 1.0
-    if not BLOCKS:
-        own = tl.load(x_scales_ptr + m, mask=in_m, other=0.0)[:, None]
-    acc = _finished(acc, own, scales_ptr, bias_ptr, safe_n, BLOCKS, HAS_BIAS)
+    acc = _finished(acc, last_scale, last_own, bias_ptr, safe_n, BLOCKS, HAS_BIAS)
     if GATED:
-        acc2 = _finished(acc2, own, scales_ptr, bias_ptr, safe_n + outputs, BLOCKS, HAS_BIAS)
+        acc2 = _finished(acc2, last_scale2, last_own, bias_ptr, safe_n + outputs, BLOCKS, HAS_BIAS)
         acc = silu_times(acc, acc2, kind)
-    out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out, acc.to(kind), mask=in_m[:, None] & in_n[None, :])
+    if HEAD_DIM:
+        store_heads(
+            acc, out_ptr, keys_ptr, values_ptr, head, pair, m, in_m, cos, sin, slots, plane_stride,
+            k_inverse, v_inverse, Q_HEADS, KV_HEADS, HEAD_DIM, LIMIT,
+        )  # fmt: skip
+    else:
+        out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
+        tl.store(out, acc.to(kind), mask=in_m[:, None] & in_n[None, :])
 
 
 @triton.jit

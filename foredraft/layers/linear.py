@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from foredraft.layers import cpu_products, skinny_gemm
+from foredraft.layers.heads import Heads
 from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target, new_parameter
 from foredraft.parallel.group import SINGLE, Group, share
@@ -47,11 +48,13 @@ class LinearMethod(ABC):
             on a GPU; 0 for all, None where it does not.
         early_rows: Number of rows up to which `apply` fetches weights on a GPU before it waits for
             the kernel ahead, which should let it start at once.
+        has_heads: Whether `apply_heads` may have a kernel.
     """
 
     is_exact = False
     rounds: int | None = None
     early_rows = 0
+    has_heads = False
 
     def create(self, linear: "Linear", dtype: torch.dtype, device: torch.device) -> None:
         """Creates the layer's parameters, without values."""
@@ -131,6 +134,14 @@ class LinearMethod(ABC):
     ) -> torch.Tensor | None:
         """Computes `apply_gated` of rows that are rounded already, as `apply_rounded` does."""
         raise NotImplementedError
+
+    def apply_heads(
+        self, linear: "Linear", x: torch.Tensor, rounded: RoundedRows | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """Computes what `rotate_and_store` makes of the outputs, with the same bits; None without a
+        kernel for it.
+        """
+        return None
 
 
 class Linear(nn.Module):
@@ -260,6 +271,20 @@ class Linear(nn.Module):
         if rounded is not None:
             return self.method.apply_gated_rounded(self, x, rounded)
         return self.method.apply_gated(self, x)
+
+    def heads(
+        self, x: torch.Tensor, rounded: RoundedRows | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """Computes queries, keys and values, rotates queries and keys, and writes keys and values
+        to the cache; None without a kernel for it, and then writes nothing.
+
+        Args:
+            rounded: See `deferred`.
+
+        Returns:
+            Queries [num_rows, num_heads, head_dim].
+        """
+        return self.method.apply_heads(self, x, rounded, heads)
 
 
 def plain_target(linear: Linear, weight: torch.Tensor, total: int, first: int) -> dict[str, Target]:

@@ -9,6 +9,7 @@ the one before them ends (`kernel_launch`), which cuBLAS's do not.
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers.heads import Heads, constants_of_heads
 
 MOST_ROWS = 64
 # With fewer outputs, programs that each take all columns are too few to keep the memory busy.
@@ -119,7 +120,7 @@ def _multiply_rows(
     from foredraft.layers import skinny_gemm_kernels as kernels
 
     rows, inputs, outputs = x.shape[0], x.shape[1], out.shape[-1]
-    parts = out.shape[0] if out.dim() == 3 else 1
+    parts, own = out.shape[0] if out.dim() == 3 else 1, Heads.none(x)
     block_n, block_m = _BLOCK_N, max(16, power_of_two(rows))
     if block_m > 32 and outputs >= _VAST:
         block_n, block_k, stages = 128, 64, 4
@@ -131,7 +132,7 @@ def _multiply_rows(
         block_k, stages = 128, 4
     kernels.multiply[(-(-outputs // block_n), parts)](
         x, weight, x if bias is None else bias, out, rows, outputs, inputs, inputs // parts,
-        HAS_BIAS=bias is not None, GATED=gated, EVEN=inputs % (parts * block_k) == 0,
-        PARTS=out.dim() == 3, BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=block_k,
-        num_warps=4, num_stages=stages, **overlapped(x.device),
+        *own.kernel_arguments, **constants_of_heads(own), HAS_BIAS=bias is not None, GATED=gated,
+        EVEN=inputs % (parts * block_k) == 0, PARTS=out.dim() == 3, BLOCK_N=block_n,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=4, num_stages=stages, **overlapped(x.device),
     )  # fmt: skip

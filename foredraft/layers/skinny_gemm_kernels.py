@@ -6,6 +6,7 @@ by the matrix units.
 import triton
 import triton.language as tl
 
+from foredraft.layers.head_kernels import load_angles, outputs_of_pairs, store_heads
 from foredraft.layers.triton_kernels import silu_times
 
 
@@ -49,6 +50,8 @@ def multiply_row(
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
     x_ptr, w_ptr, bias_ptr, out_ptr, rows, outputs, inputs, share,
+    cos_ptr, sin_ptr, keys_ptr, values_ptr, slots_ptr, plane_stride, k_inverse, v_inverse,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -58,9 +61,12 @@ def multiply(
     second half.
 
     W is the left operand, since it has many rows and x few. With PARTS, program (i, j) sums over
-    only `share` columns, into out[j].
+    only `share` columns, into out[j]. With HEAD_DIM, outputs are heads: queries and keys are rotated,
+    `out` takes the queries, and the cache keys and values, as in `rotate_and_store`.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if HEAD_DIM:
+        n, head, pair = outputs_of_pairs(tl.program_id(0), BLOCK_N, HEAD_DIM)
     m = tl.arange(0, BLOCK_M)
     part = tl.program_id(1)
     k = part * share + tl.arange(0, BLOCK_K)
@@ -75,6 +81,9 @@ def multiply(
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if HEAD_DIM:
+        # Needed late, but loaded while the first weights are under way.
+        cos, sin, slots = load_angles(cos_ptr, sin_ptr, slots_ptr, m, pair, m < rows, HEAD_DIM)
     for start in range(0, share, BLOCK_K):
         in_k = (start + tl.arange(0, BLOCK_K) < share)[None, :]
         if EVEN:
@@ -100,5 +109,11 @@ def multiply(
         acc = silu_times(acc, acc2, kind)
     if PARTS:
         out_ptr += part.to(tl.int64) * rows * outputs
-    out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
-    tl.store(out, tl.trans(acc).to(kind), mask=in_m & in_n[None, :])
+    if HEAD_DIM:
+        store_heads(
+            tl.trans(acc), out_ptr, keys_ptr, values_ptr, head, pair, m, m < rows, cos, sin, slots,
+            plane_stride, k_inverse, v_inverse, Q_HEADS, KV_HEADS, HEAD_DIM, LIMIT,
+        )  # fmt: skip
+    else:
+        out = out_ptr + m.to(tl.int64)[:, None] * outputs + n[None, :]
+        tl.store(out, tl.trans(acc).to(kind), mask=in_m & in_n[None, :])

@@ -211,9 +211,19 @@ def angles(
 
 
 @triton.jit
-def _bounded(x, inverse, LIMIT: tl.constexpr):
-    """Computes x * inverse, limited to the range of an 8-bit type."""
-    return tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT)
+def turned(x, y, cos, sin, dtype: tl.constexpr):
+    """Rotates pairs (x, y) of float32; the same fused operations in every kernel."""
+    return tl.fma(x, cos, -(y * sin)).to(dtype), tl.fma(y, cos, x * sin).to(dtype)
+
+
+@triton.jit
+def kept(x, inverse, dtype: tl.constexpr, LIMIT: tl.constexpr):
+    """Converts keys or values to the cache's type: with LIMIT, the maximum of an 8-bit one, as
+    x * inverse within it.
+    """
+    if LIMIT > 0:
+        x = tl.clamp(x.to(tl.float32) * inverse, -LIMIT, LIMIT)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -263,7 +273,7 @@ def rotate_and_store(
     angle = row * HEAD_DIM + columns
     cos = tl.load(cos_ptr + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + half + angle, mask=columns < half, other=0.0).to(tl.float32)[None, :]
-    low, high = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    low, high = turned(x, y, cos, sin, dtype)
     at = queries_ptr + row * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     tl.store(at, low, mask=wanted & is_query[:, None])
     tl.store(at + half, high, mask=wanted & is_query[:, None])
@@ -271,17 +281,15 @@ def rotate_and_store(
     plane = (heads - Q_HEADS).to(tl.int64)[:, None] * plane_stride
     key_at = keys_ptr + plane + slot + columns[None, :]
     is_key = wanted & (~is_query & ~is_value)[:, None]
-    kept: tl.constexpr = keys_ptr.dtype.element_ty
-    if LIMIT > 0:
-        low, high = _bounded(low, k_inverse, LIMIT), _bounded(high, k_inverse, LIMIT)
-        first, second = _bounded(first, v_inverse, LIMIT), _bounded(second, v_inverse, LIMIT)
-    tl.store(key_at, low.to(kept), mask=is_key)
-    tl.store(key_at + half, high.to(kept), mask=is_key)
+    kind: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(key_at, kept(low, k_inverse, kind, LIMIT), mask=is_key)
+    tl.store(key_at + half, kept(high, k_inverse, kind, LIMIT), mask=is_key)
     # All of a large cache's planes together take more than 32 bits.
     plane = (heads - Q_HEADS - KV_HEADS).to(tl.int64)[:, None] * plane_stride
     value_at = values_ptr + plane + slot + columns[None, :]
-    tl.store(value_at, first.to(kept), mask=wanted & is_value[:, None])
-    tl.store(value_at + half, second.to(kept), mask=wanted & is_value[:, None])
+    is_value = wanted & is_value[:, None]
+    tl.store(value_at, kept(first, v_inverse, kind, LIMIT), mask=is_value)
+    tl.store(value_at + half, kept(second, v_inverse, kind, LIMIT), mask=is_value)
 
 
 @triton.jit

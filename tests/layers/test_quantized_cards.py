@@ -11,6 +11,7 @@ import torch
 from foredraft import kernel_launch
 from foredraft.layers import exact_gemm, fp8_cuda, words_cuda
 from foredraft.layers.fp8_cuda import Fp8Method, quantize_rows
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import Linear
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.layers.words_cuda import MOST_ROWS, WordsMethod
@@ -91,6 +92,13 @@ def test_words_compile_and_fit(monkeypatch, capability, bits, group, dtype, outp
     check_fits(recorders, capability)
 
 
+def heads_of(x: torch.Tensor, outputs: int) -> Heads:
+    """Heads of 128 numbers that so many outputs are, in a cache of 8-bit floats."""
+    kept = torch.zeros(4, 100, 128, dtype=torch.float8_e5m2)
+    angles, slots = torch.zeros(len(x), 1, 128), torch.zeros(len(x), dtype=torch.int64)
+    return Heads(outputs // 128 - 8, (angles, angles), kept, kept, slots, (0.5, 0.5))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("granularity", ["channel", "block"])
 def test_8_bit_floats_compile_and_fit(monkeypatch, capability, granularity, dtype):
@@ -106,8 +114,9 @@ def test_8_bit_floats_compile_and_fit(monkeypatch, capability, granularity, dtyp
         linear = layer(outputs, dtype, weight, scales)
         for rows in (1, 17, 64):
             x = torch.zeros(rows, INPUTS, dtype=dtype)
-            method._multiply(linear, x)
-        method._multiply(linear, x, gated=True)
+            method._multiply(linear, x, None)
+        method._multiply(linear, x, None, gated=True)
+        method._multiply(linear, x, None, heads=heads_of(x, outputs))
     if capability < 90:  # others take the library for the product
         recorders.pop()
     if capability < 89:  # and have no such floats
@@ -135,6 +144,8 @@ def test_strict_products_compile_and_fit(monkeypatch, capability, dtype, outputs
         for rows in (1, 32, 64):
             exact_gemm.multiply(torch.zeros(rows, 2048, dtype=dtype), weight, None)
             exact_gemm.multiply(torch.zeros(rows, 2048, dtype=dtype), weight, None, gated=True)
+            x = torch.zeros(rows, 2048, dtype=dtype)
+            exact_gemm.multiply_to_heads(x, weight, None, heads_of(x, outputs))
         for rows in (1, 32):
             exact_gemm.multiply_in_parts(torch.zeros(rows, 2048, dtype=dtype), weight, 2)
     check_fits(recorders, capability)
