@@ -126,6 +126,17 @@ HTTP_ERRORS: tuple[tuple[type[ForedraftError], HttpError], ...] = (
     (RequestTimeout, HttpError(504, "DEADLINE_EXCEEDED", "server_error", "deadline_exceeded")),
     (SlowClient, HttpError(408, "RESOURCE_EXHAUSTED", "invalid_request_error", "slow_client")),
 )
+# The requests metric's labels of errors; those of the server's fault stand in monitoring/rules too.
+OUTCOMES: tuple[tuple[type[Exception], str], ...] = (
+    (InvalidRequest, "invalid"),
+    (RateLimited, "rate_limited"),
+    (Overloaded, "overloaded"),
+    (WaitedTooLong, "queue_timeout"),
+    (Unavailable, "unavailable"),
+    (RequestTimeout, "deadline"),
+    (SlowClient, "slow_client"),
+    (Exception, "internal"),
+)
 _INTERNAL = HttpError(500, "INTERNAL", "server_error", "internal_error")
 
 
@@ -169,16 +180,4 @@ def headers(error: Exception) -> dict[str, str]:
 
 def outcome(error: BaseException) -> str:
     """Returns the error's `outcome` label in the requests metric."""
-    for kind, label in (
-        (InvalidRequest, "invalid"),
-        (RateLimited, "rate_limited"),
-        (Overloaded, "overloaded"),
-        (WaitedTooLong, "queue_timeout"),
-        (Unavailable, "unavailable"),
-        (RequestTimeout, "deadline"),
-        (SlowClient, "slow_client"),
-        (Exception, "internal"),
-    ):
-        if isinstance(error, kind):
-            return label
-    return "cancelled"
+    return next((label for kind, label in OUTCOMES if isinstance(error, kind)), "cancelled")

@@ -111,7 +111,8 @@ export async function* stream(path, body, signal) {
 
 // An error inside a stream has no status of its own.
 function statusOf(error) {
-  return { overloaded: 429, unavailable: 503, deadline_exceeded: 504, context_length_exceeded: 400 }[error.code] ?? 500;
+  const known = { overloaded: 429, queue_timeout: 503, unavailable: 503, deadline_exceeded: 504, context_length_exceeded: 400 };
+  return known[error.code] ?? 500;
 }
 
 /** Calls back with {state, text} now and whenever the server's state is asked again. */

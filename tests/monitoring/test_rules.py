@@ -8,6 +8,7 @@ import sys
 
 import yaml
 
+from gateway import errors
 from testing import tools
 
 RULES = sorted((tools.ROOT / "monitoring" / "rules").glob("*.yml"))
@@ -43,6 +44,19 @@ def test_rules_use_metrics_that_exist() -> None:
         used = set(re.findall(r"foredraft_[a-z0-9_]+", re.sub(r'"[^"]*"', "", rule["expr"])))
         assert used <= known, rule
         assert set(re.findall(r"foredraft:[a-z0-9_:]+", rule["expr"])) <= recorded, rule
+
+
+def test_what_is_the_servers_fault_counts_as_an_error() -> None:
+    ratio = next(r for r in _rules("record") if r["record"] == "foredraft:errors:ratio5m")
+    alternatives = re.search(r'outcome=~"([^"]*)"', str(ratio["expr"]))
+    assert alternatives is not None
+    statuses = {
+        label: next((h.status for base, h in errors.HTTP_ERRORS if issubclass(kind, base)), 500)
+        for kind, label in errors.OUTCOMES
+    }
+    # A full queue is the server's, though its 429 looks like a client's.
+    faults = {label for label, status in statuses.items() if status >= 500} | {"overloaded"}
+    assert set(alternatives.group(1).split("|")) == faults
 
 
 def test_dashboards_and_kubernetes_rules_are_fresh() -> None:
