@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
@@ -64,14 +64,20 @@ def exit_with_parent() -> None:
 def run(main: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Runs a service's coroutine on uvloop until it returns and gives its exit status.
 
-    Calls `exit_with_parent` first.
+    Calls `exit_with_parent` first. SIGINT before the coroutine has a `stop_event` cancels it and
+    ends the process: a thread that loads a model is not waited for.
     """
     exit_with_parent()
-    return uvloop.run(main()) or 0
+    try:
+        return uvloop.run(main()) or 0
+    except KeyboardInterrupt:
+        logger.info("SIGINT: stopping")
+        end_at_once(128 + signal.SIGINT)
 
 
-def end_at_once(status: int) -> None:
-    """Ends this process without releasing anything, since releasing a failed GPU may hang or abort.
+def end_at_once(status: int) -> NoReturn:
+    """Ends this process without releasing anything or waiting for a thread: releasing a failed GPU
+    may hang or abort.
 
     Flushes the logs first.
     """

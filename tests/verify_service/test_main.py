@@ -1,6 +1,7 @@
 """Ends of a verifier's process that cannot start, or whose engine cannot serve any more."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from foredraft.rpc.lifetime import DEVICE_LOST
 from testing.checkpoints import make_checkpoint
 from testing.drafts import ROOT
+from testing.stack import eventually
 from verify_service import __main__ as main
 
 
@@ -92,6 +94,31 @@ def test_one_that_fails_to_start_ends_with_the_error(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
     assert (result.stdout + result.stderr).splitlines()[-1] == "RuntimeError: a defect"
+
+
+def test_one_that_is_interrupted_while_it_loads_ends_at_once(tmp_path: Path) -> None:
+    socket = tmp_path / "verify.sock"
+    program = (
+        "import sys, time, verify_service.__main__ as main\n"
+        "def load(*_): print('loading', flush=True), time.sleep(3600)\n"
+        "main._build = load\n"
+        "sys.exit(main.main())"
+    )
+    command = [sys.executable, "-c", program, "--listen", f"unix:{socket}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "loading\n"
+        eventually(socket.exists)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, log = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + signal.SIGINT
+    assert log.splitlines()[-1].endswith("SIGINT: stopping")
+    assert not socket.exists()
 
 
 @pytest.mark.parametrize("flag", ["--draft", "--listen"])
