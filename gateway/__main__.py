@@ -109,6 +109,7 @@ async def _open_fronts(
     ]
 
     async def drain() -> None:
+        http.end_connections()
         health_task.cancel()
         for task in background:
             task.cancel()

@@ -65,6 +65,16 @@ class HttpServer(uvicorn.Server):
             task.cancel()
         await super().shutdown(sockets)
 
+    def end_connections(self) -> None:
+        """Makes every answer that begins from here on the last one of its connection.
+
+        A client that keeps its connection would stay with a server that refuses it.
+        """
+        close = (b"connection", b"close")
+        # uvicorn makes the second of the first, once a second.
+        self.config.encoded_headers.append(close)
+        self.server_state.default_headers = [*self.server_state.default_headers, close]
+
     def _listen(self, listener: socket.socket) -> None:
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)

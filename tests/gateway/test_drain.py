@@ -118,6 +118,32 @@ def test_what_runs_after_the_drain_ends_as_retryable(
     assert "in ASGI application" not in capfd.readouterr().err
 
 
+def test_kept_connections_end_with_their_next_answer(
+    verifier: tuple[ScriptedVerifier, contextlib.ExitStack, str],
+) -> None:
+    _, serves, address = verifier
+    with (
+        stacks.running_gateway(address, drain_timeout=60) as (url, _),
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=url, timeout=60) as kept,
+    ):
+        stacks.eventually(lambda: is_ready(url))
+        begun = threading.Event()
+        stream = pool.submit(events, url, "/generate", begun)
+        assert begun.wait(60)
+        assert "connection" not in kept.get("/health").headers
+        process = stacks.gateway_processes[-1]
+        process.terminate()
+        stacks.eventually(lambda: not is_ready(url))
+        told = kept.post("/v1/completions", json=STREAMS["/v1/completions"])
+        assert told.status_code == 503
+        # So that the next try may reach another gateway behind the same address.
+        assert told.headers["connection"] == "close"
+        serves.close()
+        assert stream.result(60)
+        assert process.wait(60) == 0
+
+
 def test_nobody_waits_for_a_verifier_after_the_drain(
     verifier: tuple[ScriptedVerifier, contextlib.ExitStack, str],
     capfd: pytest.CaptureFixture[str],
