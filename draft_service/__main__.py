@@ -17,7 +17,7 @@ from foredraft.rpc.server import RpcServer, serve
 from foredraft.rpc.tls import service_identity
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
-from foredraft.telemetry.metrics import start_metrics_server
+from foredraft.telemetry.metrics import metrics_page
 
 DESCRIPTION = """The draft: proposes tokens to a verifier, which decides. Keeps nothing that cannot be lost, so that it
 may be stopped and started at any time."""  # noqa: E501
@@ -45,7 +45,11 @@ def main() -> int:
 
 async def _serve(config: DraftConfig) -> int:
     stop = lifetime.stop_event()
-    with ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker:
+    # Whoever watches a draft sees it while it loads, too.
+    with (
+        metrics_page(config.metrics_port, config.metrics_host),
+        ThreadPoolExecutor(1, thread_name_prefix="drafter") as worker,
+    ):
         server = RpcServer(config.listen, identity=service_identity(config))
         service = DraftService(worker, lambda: lifetime.end_at_once(lifetime.DEVICE_LOST))
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
@@ -59,11 +63,6 @@ async def _serve(config: DraftConfig) -> int:
             await server.stop(0)
             raise
         gc.enable()
-        metrics = None
-        if config.metrics_port is not None:
-            metrics = start_metrics_server(config.metrics_port, config.metrics_host)
-        if metrics is not None:
-            logger.info("metrics at %s", metrics.url)
         # What was loaded stays: looking through it all would stop a step for a tenth of a second,
         # now and then.
         gc.collect()
@@ -71,8 +70,6 @@ async def _serve(config: DraftConfig) -> int:
         await server.set_serving()
         await serve(server, stop=stop)
         await service.wait_closed(CLOSE_SECONDS)
-        if metrics is not None:
-            metrics.stop()
     return 0
 
 

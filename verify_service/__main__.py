@@ -29,7 +29,7 @@ from foredraft.rpc.tls import service_identity
 from foredraft.runner.compile_ahead import first_kernel
 from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
-from foredraft.telemetry.metrics import start_metrics_server
+from foredraft.telemetry.metrics import metrics_page
 from foredraft.transport import cuda
 from verify_service.attach.links import DraftLink, connect_drafts
 from verify_service.engine.engine import Engine
@@ -80,6 +80,12 @@ def main() -> int:
 
 
 async def _serve(config: VerifyConfig) -> int:
+    # Whoever watches a verifier sees it while it loads, too.
+    with metrics_page(config.metrics_port, config.metrics_host):
+        return await _serve_model(config)
+
+
+async def _serve_model(config: VerifyConfig) -> int:
     server = RpcServer(config.listen, identity=service_identity(config))
     speculation = speculation_metrics(config.algorithms)
     # Loading takes a while; health answers NOT_SERVING meanwhile. OpenMP keeps a team for every
@@ -103,9 +109,6 @@ async def _serve(config: VerifyConfig) -> int:
         GrammarLimits(config.grammar_timeout, config.grammar_memory_mb),
     )
     service.open(engine, _served(config, target, links), grammars)
-    metrics = None
-    if config.metrics_port is not None:
-        metrics = start_metrics_server(config.metrics_port, config.metrics_host)
     engine.start()
     # What was loaded stays: looking through it all would stop a step for a tenth of a second, now
     # and then.
@@ -126,8 +129,6 @@ async def _serve(config: VerifyConfig) -> int:
         lifetime.end_at_once(lifetime.DEVICE_LOST)
     await grammars.close()
     await asyncio.to_thread(engine.stop)
-    if metrics is not None:
-        metrics.stop()
     return 1 if engine.failure is not None else 0
 
 

@@ -6,8 +6,10 @@ the process's own.
 """
 
 import bisect
+import contextlib
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -23,6 +25,8 @@ from prometheus_client import (
 from foredraft import __version__
 from foredraft.errors import ConfigError
 from foredraft.telemetry.metrics_page import PageServer
+
+logger = logging.getLogger(__name__)
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -194,6 +198,24 @@ def start_metrics_server(port: int, host: str = "127.0.0.1") -> MetricsServer:
         raise ConfigError(f"--metrics-port {port}: {error.strerror or error}") from error
     server.set_app(make_wsgi_app(REGISTRY))
     return MetricsServer(server)
+
+
+@contextlib.contextmanager
+def metrics_page(port: int | None, host: str) -> Iterator[None]:
+    """Serves the registry until the block ends, and logs where; does nothing without a port.
+
+    Raises:
+        ConfigError: The port cannot be had.
+    """
+    if port is None:
+        yield
+        return
+    server = start_metrics_server(port, host)
+    logger.info("metrics at %s", server.url)
+    try:
+        yield
+    finally:
+        server.stop()
 
 
 def _declare(family: Family) -> None:

@@ -4,6 +4,8 @@ import contextlib
 import itertools
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -16,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from foredraft.errors import ConfigError
 from foredraft.telemetry import metrics
 from foredraft.telemetry.metrics_page import MOST_CONNECTIONS
+from testing.stack import free_port
+from testing.tools import ROOT
 
 STEPS = metrics.counter("foredraft_testing_steps_total", "Steps.", ["algorithm"])
 SECONDS = metrics.histogram("foredraft_testing_seconds", "Seconds.", metrics.TOKEN_BUCKETS)
@@ -57,6 +61,29 @@ def test_a_value_can_be_read_back() -> None:
     before = metrics.value("foredraft_testing_steps_total", algorithm="NONE")
     STEPS.labels("NONE").inc()
     assert metrics.value("foredraft_testing_steps_total", algorithm="NONE") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("service", "loader"), [("verify_service", "_build"), ("draft_service", "create_drafter")]
+)
+def test_a_service_is_scraped_while_it_loads(service: str, loader: str) -> None:
+    """Loading takes minutes for a large model, and a target that is down is an alert."""
+    port = free_port()
+    program = (
+        f"import sys, time, {service}.__main__ as main\n"
+        f"main.{loader} = lambda *_: (print('loading', flush=True), time.sleep(3600))\n"
+        "sys.exit(main.main())"
+    )
+    command = [sys.executable, "-c", program, f"--listen=127.0.0.1:{free_port()}"]
+    with subprocess.Popen(
+        [*command, f"--metrics-port={port}"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "loading\n"
+            assert scrape(f"http://127.0.0.1:{port}/metrics")["process_open_fds[]"] > 0
+        finally:
+            process.kill()
 
 
 def test_a_port_in_use_is_refused() -> None:
