@@ -23,9 +23,9 @@ from foredraft.telemetry import logging as telemetry_logging
 from foredraft.telemetry import tracing
 from gateway import discovery
 from gateway.app import make_app
+from gateway.event_streams import DirectSend
 from gateway.figures import Figures
 from gateway.grpc_front import SERVICE_NAME, InferenceService
-from gateway.http import DirectSend
 from gateway.http_server.connections import Connections, shares
 from gateway.http_server.protocol import BoundedHttpProtocol
 from gateway.http_server.server import HttpServer

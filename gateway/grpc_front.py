@@ -20,8 +20,8 @@ from foredraft.types import (
 )
 from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
+from gateway.field_names import naming
 from gateway.grpc_tools import CallFinder, function_use, messages
-from gateway.http import naming
 from gateway.jobs import Job
 from gateway.openai import chats
 from gateway.openai.call_grammars import call_grammar

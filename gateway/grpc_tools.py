@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.types import FinishReason
+from gateway.bodies import MAX_OBJECTS
 from gateway.decoding import Chunk
-from gateway.http import MAX_OBJECTS
 from gateway.jobs import Job
 from gateway.openai.call_parsers import CallDeltas
 from gateway.openai.tools import (

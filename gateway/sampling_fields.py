@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams
-from gateway.http import Body, Items
+from gateway.bodies import Body, Items
 
 # Each API has names of its own for these, or gives them in another form.
 NAMED_BY_APIS = frozenset(

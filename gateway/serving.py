@@ -17,10 +17,10 @@ from foredraft.sampling.seeds import random_seed
 from foredraft.text.chat_template import read_template
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams, SpeculationParams, check_tokens
+from gateway.bodies import Bounds
 from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
 from gateway.generation import Generator
-from gateway.http import Bounds
 from gateway.job_checks import (
     check_choices,
     check_length,

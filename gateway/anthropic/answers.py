@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from foredraft.types import FinishReason
 from gateway import envelopes
 from gateway.decoding import Chunk, Completion
-from gateway.http import encode_event
+from gateway.event_streams import encode_event
 from gateway.openai import replies
 from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
 

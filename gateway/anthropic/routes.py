@@ -11,7 +11,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.anthropic.answers import Answer
 from gateway.anthropic.conversation import Conversation
 from gateway.anthropic.schemas import CountBody, MessagesBody
-from gateway.http import event_stream, naming_by, read, unless_disconnected
+from gateway.bodies import read
+from gateway.event_streams import event_stream, unless_disconnected
+from gateway.field_names import naming_by
 from gateway.jobs import Job
 from gateway.openai import chats
 from gateway.openai.parts import PartReader

@@ -6,8 +6,8 @@ from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from gateway import remedies
+from gateway.bodies import Body, Items, Objects, refuse
 from gateway.errors import UnsupportedThread
-from gateway.http import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody, Loose
 from gateway.openai.reasoning import switch_variables
 from gateway.openai.response_format import JsonSchema, ResponseFormat

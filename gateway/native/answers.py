@@ -9,7 +9,7 @@ from typing import Any
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason
 from gateway.decoding import Chunk
-from gateway.http import encode_event
+from gateway.event_streams import encode_event
 from gateway.jobs import Job
 from gateway.native.schemas import GenerateBody
 from gateway.openai.prompt_logprobs import finite

@@ -9,7 +9,9 @@ from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import SamplingParams, check_tokens
-from gateway.http import event_stream, naming_by, read, refuse, unless_disconnected
+from gateway.bodies import read, refuse
+from gateway.event_streams import event_stream, unless_disconnected
+from gateway.field_names import naming_by
 from gateway.job_checks import MAX_BATCH, check_batch
 from gateway.jobs import Job
 from gateway.native import info

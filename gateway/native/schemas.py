@@ -8,7 +8,7 @@ from pydantic import model_validator
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway import remedies
-from gateway.http import Body, Items, Objects, Renamed
+from gateway.bodies import Body, Items, Objects, Renamed
 from gateway.openai.response_format import flat_grammar
 from gateway.openai.schemas import ChatBody, Message, Speculation
 from gateway.openai.tools import Tool

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ConfigDict
 
 from foredraft.errors import InvalidRequest
-from gateway.http import Body
+from gateway.bodies import Body
 from gateway.openai.schemas import Speculation
 from gateway.sampling_fields import NEWER_HAVE, MoreSamplingFields
 

@@ -8,7 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from gateway.decoding import Chunk
-from gateway.http import encode_event
+from gateway.event_streams import encode_event
 from gateway.openai.replies import Reply
 from gateway.openai.schemas import GenerationBody
 

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
-from gateway.http import Body, Items
+from gateway.bodies import Body, Items
 
 
 class JsonSchema(Body):

@@ -11,8 +11,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
+from gateway.bodies import read
 from gateway.decoding import Completion
-from gateway.http import event_stream, naming_by, read, unless_disconnected
+from gateway.event_streams import event_stream, unless_disconnected
+from gateway.field_names import naming_by
 from gateway.job_checks import check_batch
 from gateway.jobs import Job
 from gateway.openai import chats, replies

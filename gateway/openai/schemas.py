@@ -7,7 +7,7 @@ from pydantic import ConfigDict
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway import remedies
-from gateway.http import Body, Items, Objects, Renamed, refuse
+from gateway.bodies import Body, Items, Objects, Renamed, refuse
 from gateway.openai.response_format import GrammarFields, ResponseFormat
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
 from gateway.sampling_fields import SamplingFields, given_sampling

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
-from gateway.http import Body, Items
+from gateway.bodies import Body, Items
 from gateway.openai.relaxed_schemas import relaxed
 
 MAX_TOOLS = 128

@@ -8,7 +8,7 @@ from foredraft.errors import Overloaded
 from foredraft.text.tokenizer import Tokenizer
 from gateway import errors
 from gateway.decoding import Chunk, OutputToken
-from gateway.http import encode_event
+from gateway.event_streams import encode_event
 from gateway.openai.parts import Change, Kind, Part, PartReader, Stage
 from gateway.responses import answers
 from gateway.responses.answers import Answer

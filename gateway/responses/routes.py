@@ -10,9 +10,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from foredraft.errors import InvalidRequest
+from gateway.bodies import read
 from gateway.decoding import Completion
 from gateway.errors import UnknownPrevious, UnknownResponse
-from gateway.http import event_stream, naming_by, read, unless_disconnected
+from gateway.event_streams import event_stream, unless_disconnected
+from gateway.field_names import naming_by
 from gateway.openai import chats
 from gateway.openai.chats import Chat
 from gateway.openai.parts import PartReader

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from foredraft.errors import InvalidRequest
 from gateway import remedies
-from gateway.http import Body, Items, Objects, refuse
+from gateway.bodies import Body, Items, Objects, refuse
 from gateway.openai.extensions import ExtendedBody, Loose
 from gateway.openai.response_format import JsonSchema, ResponseFormat
 from gateway.openai.schemas import ChatBody, Message

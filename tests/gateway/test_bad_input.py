@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.anthropic import schemas as anthropic  # noqa: F401 - its bodies are looked through
-from gateway.http import Body
+from gateway.bodies import Body
 from gateway.native import schemas as native  # noqa: F401
 from gateway.openai import schemas as openai  # noqa: F401
 from gateway.responses import schemas as responses  # noqa: F401

@@ -7,7 +7,7 @@ import pytest
 
 from foredraft.text.tokenizer import Tokenizer
 from gateway.decoding import Chunk, OutputToken
-from gateway.http import encode_event
+from gateway.event_streams import encode_event
 from gateway.openai.plain_events import PlainEvents
 from gateway.openai.replies import ChatReply, CompletionReply, Reply
 from gateway.openai.schemas import ChatBody, CompletionBody, GenerationBody
