@@ -7,8 +7,12 @@ from foredraft.telemetry.metrics import observe_many
 from foredraft.types import FinishReason
 from gateway import metrics
 from gateway.decoding import Completion
-from gateway.errors import outcome
+from gateway.errors import OUTCOMES, outcome
 from gateway.security.limits import Charge
+
+# A counter that begins at 1 has no rate: the first error of a kind would be in no graph.
+for _, _label in OUTCOMES:
+    metrics.requests.labels(_label)
 
 
 class Stopwatch:

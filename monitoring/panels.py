@@ -77,13 +77,20 @@ def _rate(counter: str, legend: str, labels: str = "") -> Query:
     return Query(f"sum{by}(rate({counter}{{@}}[$__rate_interval]))", legend)
 
 
+def _above_zero(query: Query) -> Query:
+    return Query(f"{query.expr} > 0", query.legend)
+
+
 SERVICE = Dashboard(
     "service",
     "Foredraft: service",
     (
         Panel(
             "Requests",
-            (_rate("foredraft_gateway_requests_total", "{{outcome}}", "outcome"),),
+            (
+                # Most kinds of errors never come.
+                _above_zero(_rate("foredraft_gateway_requests_total", "{{outcome}}", "outcome")),
+            ),
             "reqps",
             "Continuations per second by how they ended. stop and length are good.",
         ),

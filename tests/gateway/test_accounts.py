@@ -1,5 +1,7 @@
 """Tests that answers and metrics report the verifier's counts and the measured times."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from foredraft.errors import InvalidRequest, PromptTooLong
 from foredraft.telemetry.metrics import value
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import FinishReason, SamplingParams
+from gateway import errors
 from gateway import stopwatch as stopwatch_module
 from gateway.decoding import Chunk, Completion
 from gateway.errors import RequestTimeout
@@ -155,6 +158,19 @@ def test_a_continuation_is_measured(measured: Measured) -> None:
     assert measured.gained("ends", "prompt", "cached", "output") == [1, 21, 16, 10]
     assert measured.gained("first", "queued", "running") == [1, 0, 0]
     assert measured.ended("length") == ended + 1
+
+
+def test_kinds_of_errors_are_counted_from_zero() -> None:
+    """The rate of a counter that begins at 1 is 0: a single error would be in no graph."""
+    program = "from gateway import stopwatch; from foredraft.telemetry import metrics; "
+    page = subprocess.run(
+        [sys.executable, "-c", program + "print(metrics.render().decode())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for _, label in errors.OUTCOMES:
+        assert f'foredraft_gateway_requests_total{{outcome="{label}"}} 0.0' in page
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
