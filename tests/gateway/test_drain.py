@@ -144,6 +144,33 @@ def test_kept_connections_end_with_their_next_answer(
         assert process.wait(60) == 0
 
 
+def test_grpc_clients_connect_anew_while_their_calls_go_on(
+    verifier: tuple[ScriptedVerifier, contextlib.ExitStack, str],
+) -> None:
+    _, serves, address = verifier
+    states: list[grpc.ChannelConnectivity] = []
+    with (
+        stacks.running_gateway(address, drain_timeout=60) as (url, where),
+        grpc.insecure_channel(where) as channel,
+    ):
+        stacks.eventually(lambda: is_ready(url))
+        channel.subscribe(states.append)
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(inference_pb2.GenerateRequest(text="x"))
+        next(call)
+        ready = grpc.ChannelConnectivity.READY
+        stacks.eventually(lambda: states[-1:] == [ready])
+        process = stacks.gateway_processes[-1]
+        process.terminate()
+        # So that the next call may reach another gateway behind the same address.
+        stacks.eventually(lambda: states[-1:] != [ready])
+        assert call.is_active()
+        serves.close()
+        with pytest.raises(grpc.RpcError):
+            list(call)
+        assert process.wait(60) == 0
+
+
 def test_nobody_waits_for_a_verifier_after_the_drain(
     verifier: tuple[ScriptedVerifier, contextlib.ExitStack, str],
     capfd: pytest.CaptureFixture[str],
