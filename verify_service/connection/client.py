@@ -80,6 +80,7 @@ class DraftClient:
         self._stream: DraftStream | None = None  # attached and not known to be broken
         self._epoch = 0
         self._last_epoch = 0
+        self._late_epoch = 0
         self._reason = ""  # why the last stream was dropped
         self._reader = StreamReader(self._read)
         self._pending: grpc.Future | None = None  # call that the background thread waits for
@@ -110,6 +111,11 @@ class DraftClient:
     def epoch(self) -> int:
         """Number of the current attach, growing from 1; 0 while no draft is attached."""
         return self._epoch
+
+    @property
+    def late_epoch(self) -> int:
+        """Number of the newest attach that ended as an answer did not come in time; 0 for none."""
+        return self._late_epoch
 
     def send(
         self, request: draft_pb2.StepRequest, epoch: int | None = None, has_answer: bool = True
@@ -310,7 +316,7 @@ class DraftClient:
                 self._changed.wait(poll)
                 deadline = stream.deadline
                 if deadline is not None and time.monotonic() >= deadline:
-                    reason = "no answer in time"
+                    reason, self._late_epoch = "no answer in time", self._last_epoch
                     stream.end()
         if self._closed:
             self._drop(stream, "closed")

@@ -121,7 +121,8 @@ class RemoteDraft:
         """See `DraftProxy`."""
         epoch = self._client.epoch
         if epoch != self._epoch:
-            if self._wire.requests.are_trying:  # no step waited for this answer, which never comes
+            # No step waited for an answer, which never comes.
+            if self._wire.requests.are_trying or 0 < self._epoch == self._client.late_epoch:
                 self._failed()
             self._begin(epoch)
 

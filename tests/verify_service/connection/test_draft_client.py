@@ -232,7 +232,7 @@ def test_a_stopped_draft_times_out_and_goes_on_later() -> None:
 
 def test_a_stopped_draft_is_dropped_while_nobody_waits() -> None:
     with DraftProcess() as process, Client(process.target, step_timeout=1.0) as verifier:
-        verifier.attached()
+        epoch = verifier.attached()
         process.pause()
         verifier.client.send(verifier.request())
         assert not verifier.client.has_answer()
@@ -241,6 +241,7 @@ def test_a_stopped_draft_is_dropped_while_nobody_waits() -> None:
             with pytest.raises(DraftError):
                 use()
         eventually(lambda: "lost: no answer in time" in verifier.states)
+        assert verifier.client.late_epoch == epoch
         verifier.client.step_timeout = 60.0
         process.resume()
         assert verifier.attached() >= 2

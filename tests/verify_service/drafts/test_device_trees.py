@@ -31,7 +31,7 @@ class Client:
     info = draft_pb2.GetDraftInfoResponse(uses_pages=True, cost=draft_pb2.DRAFT_COST_PER_LEVEL)
 
     def __init__(self) -> None:
-        self.epoch = 1
+        self.epoch, self.late_epoch = 1, 0
         self.sent: list[tuple[draft_pb2.StepRequest, bool]] = []
 
     def send(self, request: draft_pb2.StepRequest, epoch: int, has_answer: bool = True) -> None:

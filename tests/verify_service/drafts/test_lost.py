@@ -26,6 +26,7 @@ class Client:
 
     def __init__(self) -> None:
         self.epoch, self.is_lost = 1, False
+        self.late_epoch = 0
 
     def send(self, request: draft_pb2.StepRequest, epoch: int, has_answer: bool = True) -> None:
         if self.is_lost:
@@ -90,6 +91,20 @@ def test_a_loss_that_another_thread_notices_first_counts_too(sequence: Sequence)
     client.is_lost = True  # the next attach fails too
     draft.ask([DraftRequest(sequence, 3)], [])
     assert failures() == before + 2
+
+
+def test_an_answer_that_is_late_between_steps_counts(sequence: Sequence) -> None:
+    client, before = Client(), failures()
+    draft = asked(client, sequence, is_trial=False)
+    client.epoch, client.late_epoch = 0, 1
+    for _ in range(2):
+        draft.refresh()
+        assert failures() == before + 1
+    client.epoch = 2
+    draft.refresh()
+    client.epoch = 0  # that one left in time
+    draft.refresh()
+    assert failures() == before + 1
 
 
 def test_a_draft_that_leaves_between_steps_has_not_failed(sequence: Sequence) -> None:

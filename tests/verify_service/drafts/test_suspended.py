@@ -17,7 +17,7 @@ from verify_service.scheduler.request import Sequence, Status
 class Client:
     """The connection to a draft model that reads tokens; notes what is sent."""
 
-    epoch, step_timeout = 1, 1.0
+    epoch, late_epoch, step_timeout = 1, 0, 1.0
     info = draft_pb2.GetDraftInfoResponse(algorithm="STANDALONE", uses_pages=True, weight_bytes=1)
 
     def __init__(self) -> None:

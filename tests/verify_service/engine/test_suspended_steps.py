@@ -87,7 +87,7 @@ class Target(Executor):
 class Client:
     """The connection to a draft on the same device; nothing may be sent."""
 
-    epoch, step_timeout = 1, 1.0
+    epoch, late_epoch, step_timeout = 1, 0, 1.0
     info = draft_pb2.GetDraftInfoResponse(
         algorithm="EAGLE", uses_pages=True, weight_bytes=1, hidden=draft_pb2.HiddenNeeds()
     )
