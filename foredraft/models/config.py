@@ -274,17 +274,8 @@ def _parse(
 ) -> ModelConfig:
     raw = reader.raw
     num_layers = reader.size("num_hidden_layers", most=MAX_LAYERS)
-    num_heads = reader.size("num_attention_heads")
     hidden_size = reader.size("hidden_size")
-    num_kv_heads = reader.size("num_key_value_heads", num_heads)
-    # Qwen3 and Gemma3 have a head size of their own even where config.json leaves it out.
-    head_dim = reader.size("head_dim", family.head_dim or hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise reader.fail(
-            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
-        )
-    if head_dim % 2:
-        raise reader.fail(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
+    num_heads, num_kv_heads, head_dim = _heads(reader, family, hidden_size)
     max_positions = reader.size("max_position_embeddings", family.max_positions)
     types = layer_types(reader, family, num_layers)
     width = window(reader, family)
@@ -292,10 +283,7 @@ def _parse(
         if family.sliding == "none":
             raise reader.fail(f"layer_types: {architecture} has no sliding_attention")
         raise reader.fail("layer_types names sliding_attention but sliding_window is not set")
-    activation = raw.get("hidden_activation" if family.gemma else "hidden_act")
-    activation = activation or family.activation
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise reader.fail(f"activation {activation!r} is not supported")
+    activation = _activation(reader, family)
     scale = reader.positive("query_pre_attn_scalar", 256) if family.gemma else head_dim
     bias = reader.flag("attention_bias", family.attention_bias)
     rotary = ropes(reader, family, types, max_positions)
@@ -316,7 +304,7 @@ def _parse(
         head_dim=head_dim,
         max_position_embeddings=max(max_positions, *(rope.max_positions for rope in rotary)),
         rms_norm_eps=epsilon,
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         windows=tuple(width if kind == "sliding_attention" else None for kind in types),
         ropes=rotary,
         attention_scale=scale**-0.5,
@@ -335,6 +323,29 @@ def _parse(
         or _token_ids(reader),
         quantization=read_quantization(reader),
     )
+
+
+def _heads(reader: Reader, family: Family, hidden_size: int) -> tuple[int, int, int]:
+    """Returns the numbers of heads of queries, and of keys and values, and their size."""
+    num_heads = reader.size("num_attention_heads")
+    num_kv_heads = reader.size("num_key_value_heads", num_heads)
+    # Qwen3 and Gemma3 have a head size of their own even where config.json leaves it out.
+    head_dim = reader.size("head_dim", family.head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.fail(
+            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
+    if head_dim % 2:
+        raise reader.fail(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _activation(reader: Reader, family: Family) -> str:
+    given = reader.raw.get("hidden_activation" if family.gemma else "hidden_act")
+    name = given or family.activation
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise reader.fail(f"activation {name!r} is not supported")
+    return ACTIVATIONS[name]
 
 
 def _architecture(reader: Reader) -> str:

@@ -49,6 +49,14 @@ def make_router(serving: Serving) -> APIRouter:
             answers = await unless_disconnected(request, _whole(serving, body, jobs))
             return JSONResponse(answers if is_batch else answers[0])
 
+    _add_tokenizer(router, serving)
+    _add_control(router, serving)
+    return router
+
+
+def _add_tokenizer(router: APIRouter, serving: Serving) -> None:
+    bounds = serving.bounds
+
     @router.post("/tokenize", response_model=None, openapi_extra=reads(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation by the chat template."""
@@ -76,10 +84,12 @@ def make_router(serving: Serving) -> APIRouter:
         texts = [await serving.decode(tokens, body.skip_special_tokens) for tokens in batch]
         return JSONResponse({"text": texts if _is_nested(body.tokens) else texts[0]})
 
+
+def _add_control(router: APIRouter, serving: Serving) -> None:
     @router.post("/abort_request", openapi_extra=reads(AbortBody))
     async def abort_request(request: Request) -> dict[str, Any]:
         """Ends a running request of the same key, or all of them."""
-        body = await read(request, AbortBody, bounds)
+        body = await read(request, AbortBody, serving.bounds)
         if body.abort_all:
             return {"aborted": serving.generator.abort_all()}
         if not body.rid:
@@ -103,8 +113,6 @@ def make_router(serving: Serving) -> APIRouter:
     async def server_info() -> dict[str, Any]:
         """The server: version, device, KV pool, drafts."""
         return info.server_info(serving)
-
-    return router
 
 
 def _tokens(serving: Serving, ids: list[list[int]], *, is_single: bool) -> JSONResponse:
