@@ -46,7 +46,14 @@ BODIES = (
 
 def make_app(serving: Serving, gate: Gate, figures: Figures) -> FastAPI:
     """Creates the application that serves one model behind a gate."""
-    app = FastAPI(title="Foredraft", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Foredraft",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        # It would lead to http where a proxy speaks TLS, and the client's prompt with it.
+        redirect_slashes=False,
+    )
     app.include_router(openai.make_router(serving))
     app.include_router(responses.make_router(serving))
     app.include_router(anthropic.make_router(serving))
