@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from draft_service.drafters import create_drafter
+from draft_service.drafters.base import Drafter
 from draft_service.service import SERVICE_NAME, DraftService
 from foredraft.api.draft.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from foredraft.config.options import parse
@@ -55,13 +56,16 @@ async def _serve(config: DraftConfig) -> int:
         server.add(add_DraftServiceServicer_to_server, service, SERVICE_NAME)
         await server.start()
         # Loading takes a while; health answers NOT_SERVING meanwhile.
-        loop = asyncio.get_running_loop()
         gc.disable()  # imports, of torch above all, take a sixth longer with it
         try:
-            service.open(await loop.run_in_executor(worker, create_drafter, config))
+            drafter = await _load(config, worker, stop)
         except BaseException:
             await server.stop(0)
             raise
+        if drafter is None:
+            await server.stop(0)
+            lifetime.end_at_once(0)  # the thread that loads cannot be interrupted
+        service.open(drafter)
         gc.enable()
         # What was loaded stays: looking through it all would stop a step for a tenth of a second,
         # now and then.
@@ -71,6 +75,17 @@ async def _serve(config: DraftConfig) -> int:
         await serve(server, stop=stop)
         await service.wait_closed(CLOSE_SECONDS)
     return 0
+
+
+async def _load(
+    config: DraftConfig, worker: ThreadPoolExecutor, stop: asyncio.Event
+) -> Drafter | None:
+    """Returns the drafter; None where `stop` is set before it is loaded."""
+    loading = asyncio.get_running_loop().run_in_executor(worker, create_drafter, config)
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return await loading if loading.done() else None
 
 
 if __name__ == "__main__":
