@@ -143,7 +143,7 @@ class _Run:
         self._are_alike, self._seed = are_alike, rng.getrandbits(32)
         self._answers: list[Answer] = []
         self._acceptance = (0.0, 0.0)
-        self._shape = tree_shape(model.tree)
+        self._tree = {one: i for i, one in enumerate(zip(*tree_shape(model.tree), strict=True))}
         self._was_drafted = False
         self._begun: Counter[tuple[int, int]] = Counter()  # steps with drafts, by shape
         self._unread = 0  # tokens that were sent to the draft, which has not read them
@@ -285,10 +285,10 @@ class _Run:
         seconds = model.change_seconds(0, num_unread) - model.change_seconds(0, 0)
         self._judged_at = self.now + JUDGED_SECONDS
         self._busy_until = self.now + (1 + model.beside) * seconds
-        nodes, (parents, ranks) = model.tree[2], self._shape
+        nodes = model.tree[2]
         for one in tried:
             one.behind = 0
-            path = accepted_nodes(parents, ranks, self._rate(one), self._rng)
+            path = accepted_nodes(self._tree, nodes, self._rate(one), self._rng)
             self._trial.append((one.history, nodes, path))
 
     def _rate(self, one: Answer) -> float:
@@ -311,11 +311,10 @@ class _Run:
         path: list[int] = []
         rate = self._rate(one)
         if num:
-            parents, ranks = self._shape
             if self._are_alike:
                 path = list(range(num))[: self._alike(rate * self._model.tree[0])]
             else:
-                path = accepted_nodes(parents[:num], ranks[:num], rate, self._rng)
+                path = accepted_nodes(self._tree, num, rate, self._rng)
             path = path[: one.num_left - 1]
         tokens = len(path) + 1
         one.num_left -= tokens

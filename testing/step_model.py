@@ -6,7 +6,7 @@ import functools
 import heapq
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,10 +223,13 @@ def _share(acceptance: float, rank: int) -> float:
 
 
 def accepted_nodes(
-    parents: Sequence[int], ranks: Sequence[int], acceptance: float, rng: random.Random
+    tree: Mapping[tuple[int, int], int], num_nodes: int, acceptance: float, rng: random.Random
 ) -> list[int]:
-    """Draws a walk: the target's token is a node's first child with probability `acceptance`,
-    later ones are rarer.
+    """Draws a walk through a tree's first nodes: the target's token is a node's first child with
+    probability `acceptance`, later ones are rarer.
+
+    Args:
+        tree: Each node by its parent, -1 for the root, and its rank among siblings.
     """
     path: list[int] = []
     at = -1
@@ -235,9 +238,7 @@ def accepted_nodes(
         while rank < 8 and draw >= (share := _share(acceptance, rank)):
             draw -= share
             rank += 1
-        at = next(
-            (i for i, of in enumerate(zip(parents, ranks, strict=True)) if of == (at, rank)), -1
-        )
-        if at < 0:
+        at = tree.get((at, rank), num_nodes)
+        if at >= num_nodes:
             return path
         path.append(at)

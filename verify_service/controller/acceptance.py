@@ -125,8 +125,7 @@ class Acceptance:
         for column, ratio, hit, tried in zip(gains.T, ratios.T, hits.T, tries.T, strict=True):
             before = (hit + prior * before * ratio) / tried
             column[:] = before
-        widths = self.bins.widths
-        return falling(np.minimum(gains, widths), widths)
+        return falling(np.minimum(gains, self.bins.widths), self.bins.widths)
 
     def evidence(self, groups: Collection[int]) -> float:
         """Returns the number of outcomes of the group of sequences that has fewest."""
@@ -211,23 +210,24 @@ class Acceptance:
             self._surplus = self._variance = 0.0
             self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
             self._doubt = Doubt(config)
-        for i, (row, pool, _, _) in enumerate(pending):
-            own = 1 - told[i] / config.own_memory
-            pooled = 1 - weight * told[i] / config.pool_memory
-            self._own_hits[row] = own * self._own_hits[row] + hits[i]
-            self._own_tries[row] = own * self._own_tries[row] + told[i]
-            self._hits[pool] = pooled * self._hits[pool] + weight * hits[i]
-            self._before[pool] = pooled * self._before[pool] + weight * before[i]
+        own, pooled = 1 - told / config.own_memory, 1 - weight * told / config.pool_memory
+        for sums, left, new in (
+            *zip((self._own_hits[row] for row in rows), own, hits, strict=True),
+            *zip((self._own_tries[row] for row in rows), own, told, strict=True),
+            *zip((self._hits[pool] for pool in pools), pooled, weight * hits, strict=True),
+            *zip((self._before[pool] for pool in pools), pooled, weight * before, strict=True),
+        ):
+            sums *= left
+            sums += new
         pending.clear()
         self._ratios.clear()
         return True
 
     def _ratio(self, pool: int, deviations: float) -> Array:
         """Returns the ratios of each bin's accepted nodes to the previous bin's, in a pool."""
-        found = self._ratios.get((pool, deviations))
-        if found is None:
-            found = self._ratios[pool, deviations] = self._new_ratio(pool, deviations)
-        return found
+        if (pool, deviations) not in self._ratios:
+            self._ratios[pool, deviations] = self._new_ratio(pool, deviations)
+        return self._ratios[pool, deviations]
 
     def _new_ratio(self, pool: int, deviations: float) -> Array:
         config, widths, prior = self._config, self.bins.widths, self._config.prior_outcomes
