@@ -2,8 +2,6 @@
 
 import contextlib
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +12,12 @@ import httpx
 from foredraft.cli.ports import bind_free
 from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.rpc.lifetime import child_environment
+from testing.forked import ForkedModule, forked
 from testing.tiny_tokenizers import byte_level, save
 
 Outcome = TypeVar("Outcome")
 VOCAB_SIZE = 600
-gateway_processes: list[subprocess.Popen[bytes]] = []  # started by running_gateway, newest last
+gateway_processes: list[ForkedModule] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
 LONG_REQUEST = {
     "text": "Once upon a time",
@@ -39,11 +38,16 @@ def make_model(directory: Path, context_length: int = CONTEXT_LENGTH) -> Path:
 
 @contextlib.contextmanager
 def running_stack(
-    model: Path, lines: list[str] | None = None, **flags: Any
+    model: Path, lines: list[str] | None = None, is_forked: bool = True, **flags: Any
 ) -> Iterator[LocalStack]:
     """Runs gateway, verifier and an n-gram draft on free ports, until the block ends.
 
-    `lines` collects their logs.
+    Args:
+        model: Directory of the model.
+        lines: Collects their logs.
+        is_forked: Whether processes are forked from one that has imported everything; a start of
+            the verifier takes seconds otherwise.
+        flags: Fields of the configuration.
     """
     values = {
         "model_path": str(model),
@@ -62,6 +66,8 @@ def running_stack(
     }
     lines = [] if lines is None else lines
     stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
+    if is_forked:
+        stack.launch = forked
     try:
         with stack:
             stack.wait_healthy(timeout=300)
@@ -78,9 +84,9 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
     """
     http, grpc = free_port(), free_port()
     options = {"port": http, "grpc_port": grpc, **flags}
-    command = [sys.executable, "-m", "gateway", *(f"--verifier={where}" for where in verifiers)]
-    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    process = subprocess.Popen(command, env=child_environment())
+    arguments = [f"--verifier={where}" for where in verifiers]
+    arguments += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    process = ForkedModule("gateway", *arguments, environment=child_environment())
     gateway_processes.append(process)
     try:
         eventually(lambda: is_listening(grpc) and is_listening(http))

@@ -15,6 +15,7 @@ import httpx
 from foredraft.config.options import to_flags
 from foredraft.rpc.channel import check_health
 from foredraft.rpc.lifetime import child_environment
+from testing.forked import ForkedModule
 from testing.stack import eventually, free_port, is_listening
 
 
@@ -34,8 +35,8 @@ class ServiceProcess:
         self, module: str, address: str, *, program: Sequence[str] = (), **flags: Any
     ) -> None:
         self.address = address
-        self._command = [sys.executable, *(program or ("-m", module)), *to_flags(flags)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._module, self._program, self._flags = module, program, to_flags(flags)
+        self._process: subprocess.Popen[bytes] | ForkedModule | None = None
 
     @property
     def pid(self) -> int:
@@ -45,7 +46,12 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Starts it; `wait` returns when it serves."""
-        self._process = subprocess.Popen(self._command, env=child_environment())
+        environment = child_environment()
+        if self._program:
+            command = [sys.executable, *self._program, *self._flags]
+            self._process = subprocess.Popen(command, env=environment)
+        else:
+            self._process = ForkedModule(self._module, *self._flags, environment=environment)
 
     def wait(self, seconds: float = 120.0) -> None:
         """Returns when it says SERVING."""

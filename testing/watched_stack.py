@@ -26,6 +26,7 @@ from foredraft.cli.supervisor import Supervisor
 from monitoring import pictures
 from monitoring.panels import DASHBOARDS
 from testing import tools
+from testing.forked import forked
 from testing.stack import free_port
 
 # Long enough that its pages are shared between requests.
@@ -80,6 +81,7 @@ def running_stack() -> Iterator[Supervisor]:
     values |= {"port": 0, "grpc_port": 0, "num_threads": 1, "max_total_tokens": 4096}
     lines: list[str] = []
     supervisor = stack.make_supervisor(values, on_line=lambda name, line: lines.append(line))
+    supervisor.launch = forked
     with supervisor:
         supervisor.wait_healthy(timeout=120)
         yield supervisor

@@ -244,15 +244,8 @@ class Supervisor:
     def _run_once(self, child: _Child) -> int | str:
         """Runs the process to its end; returns its exit status, or why it could not be started."""
         try:
-            process = subprocess.Popen(
-                child.service.command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**self._environment, **child.service.environment},
-                # Ctrl-C in a terminal goes to the supervisor alone, which stops the children in
-                # order.
-                process_group=0,
+            process = self.launch(
+                child.service.command, {**self._environment, **child.service.environment}
             )
         except OSError as error:
             return f"could not be started: {error}"
@@ -271,6 +264,20 @@ class Supervisor:
         child.is_up = False
         child.wake.set()
         return code
+
+    def launch(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes]":
+        """Starts a process of a group of its own, whose output is a pipe; tests may replace it."""
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C in a terminal goes to the supervisor alone, which stops the children in order.
+            process_group=0,
+        )
 
     def _read_lines(self, child: _Child, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout

@@ -42,7 +42,7 @@ def lines() -> list[str]:
 @pytest.fixture(scope="module")
 def guarded(model: Path, key_file: Path, lines: list[str]) -> Iterator[LocalStack]:
     flags = {"api_key": SECRETS["main"], "api_key_file": str(key_file), "log_level": "debug"}
-    with stacks.running_stack(model, lines, **flags) as running:
+    with stacks.running_stack(model, lines, is_forked=False, **flags) as running:
         yield running
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from foredraft.cli.stack import LocalStack, make_supervisor
 from testing.browsers import Browser, browser, chromium
+from testing.forked import forked
 
 
 @pytest.fixture(scope="package")
@@ -24,6 +25,7 @@ def stack() -> Iterator[LocalStack]:
         },
         on_line=lambda name, line: print(f"{name}: {line}"),
     )
+    stack.launch = forked
     try:
         stack.start()
         stack.wait_healthy(timeout=300)
