@@ -10,12 +10,11 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test test-fast test-gpu test-kernels test-failed check lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-gpu test-kernels test-failed check collected lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true  # by all cores; files for a newer Python fail
 	touch $@
 
 serve: $(BIN)/.ready
@@ -46,12 +45,19 @@ test-kernels: $(INTERPRETER)/.ready
 test-failed: $(BIN)/.ready
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
+LINT := types style arrows fresh site
+
 # Real processes on a busy machine can be slow once; a defect fails twice.
-check: lint
+check: $(BIN)/.ready
+	$(MAKE) --jobs=2 --output-sync=target $(LINT) collected
 	$(MAKE) test || $(MAKE) test-failed
 
+# Compiles what tests import while mypy leaves a core idle; else each worker of the tests would. A failure is told by `test`.
+collected: $(BIN)/.ready
+	-@$(BIN)/python -m pytest --collect-only -qq >/dev/null
+
 lint: $(BIN)/.ready
-	$(MAKE) --jobs=2 --output-sync=target types style arrows fresh site
+	$(MAKE) --jobs=2 --output-sync=target $(LINT)
 
 style: $(BIN)/.ready
 	$(BIN)/ruff format --check
