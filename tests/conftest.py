@@ -34,6 +34,7 @@ with contextlib.suppress(ImportError):  # tests on a GPU can do without
 # by their number of tests.
 LONG = (
     "tests/e2e/test_exactness.py",
+    "tests/verify_service/controller/test_cpu_load.py",
     "tests/e2e/test_heads.py",
     "tests/e2e/test_hidden_drafts.py",
     "tests/e2e/test_hosts.py",
@@ -47,6 +48,8 @@ LONG = (
     "tests/monitoring/test_dashboards.py",
     "tests/verify_service/controller/test_changing_loads.py",
     "tests/verify_service/controller/test_steady_loads.py",
+    "tests/verify_service/controller/test_prompts.py",
+    "tests/verify_service/controller/test_alike.py",
     "tests/cli/test_generate.py",
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",
