@@ -346,7 +346,7 @@ class Controller:
             return
         bank, changes, batch, wait = self._bank, self._changes, step.batch, step.wait
         is_drafted = wait.levels > 0 or step.rows > costs.table.plain_rows(batch)
-        changes.passed(step.seconds + wait.lead)
+        changes.passed(step.seconds + wait.lead + self._passed)
         is_changed = costs.table.is_padded and is_drafted != self._was_drafted
         waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
         cost = costs.target(batch, step.rows) + waited

@@ -6,8 +6,17 @@ import pytest
 from testing.controllers import GPU_TREE, TYPICAL, controller
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
-from verify_service.controller.messages import Candidate, DraftHistory, DraftKind, Observed
-from verify_service.controller.tables import Choices, GridTable, RowTable
+from verify_service.controller.messages import (
+    NO_WAIT,
+    Candidate,
+    DraftHistory,
+    DraftKind,
+    Observed,
+)
+from verify_service.controller.tables import Choices, GridTable, RowTable, Table
+
+# Of a CPU and of a GPU.
+TABLES = (RowTable([1, 6], [0.01, 0.015]), GridTable({(1, 1): 0.01, (1, 6): 0.015}))
 
 
 def test_free_rows_are_always_used() -> None:
@@ -118,3 +127,17 @@ def test_most_plain_steps_of_a_suspended_draft_are_only_counted() -> None:
             policy.observe(Observed(1, 1, 0.1, 1))
     assert passed == [*[True] * 9, False] * 4
     assert policy._unplanned == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_prompts_are_counted_by_all_time_that_has_passed(table: Table) -> None:
+    """One step in 30 with a prompt is not so many that no hidden states are kept."""
+    policy = Controller(CostModel(table), [DraftKind(5, 5)])
+    policy.plan([Candidate(DraftHistory(), [5])])
+    policy.is_drafting = [False]
+    for number in range(900):
+        if number % 30 == 0:
+            policy.interrupted(NO_WAIT)
+        elif not policy.passes(0.01):
+            policy.observe(Observed(1, 1, 0.01, 1))
+    assert 2.0 < policy._changes.interrupted < 5.0  # in a second
