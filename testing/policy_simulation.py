@@ -237,7 +237,7 @@ class _Run:
         def tell() -> None:
             if num_prompts:
                 policy.interrupted(wait)
-            elif not policy.passes(target + draft):
+            elif not policy.passes(target + draft, wait.lead):
                 policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
             for outcome in outcomes:
                 policy.record(*outcome)

@@ -75,10 +75,11 @@ class Controller:
         self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)
         changes = self._changes = Changes(costs, config)
         self._goodput = Goodput(costs, kinds, acceptance, asking.each, changes, config, bins)
-        self._is_forced = self._was_drafted = False
-        # Seconds of steps with drafts since the last one without; and since the newest plan.
-        self._since_plain = self._unplanned = 0.0
-        self._passed, self._num_passed = 0.0, 0  # plain steps that `observe` has not counted
+        # Also the number of plain steps that `observe` has not counted.
+        self._is_forced, self._was_drafted, self._num_passed = False, False, 0
+        # Seconds of steps with drafts since the last one without; since the newest plan; and of
+        # the steps that `observe` has not counted.
+        self._since_plain = self._unplanned = self._passed = 0.0
 
     def draft_everything(self) -> None:
         """Drafts whole trees from now on; only the draft of each sequence is still chosen."""
@@ -320,16 +321,22 @@ class Controller:
         if self.keeps_states:
             self._unplanned = self._config.forget_seconds
 
-    def passes(self, seconds: float) -> bool:
+    def passes(self, seconds: float, lead: float = 0.0) -> bool:
         """Records a plain step briefly if nothing is to be learnt from it.
 
-        Returns False where the caller must call `observe` instead.
+        Args:
+            seconds: Seconds of the step.
+            lead: Part of them before the target's part.
+
+        Returns:
+            False where the caller must call `observe` instead.
         """
         if self._costs is None or not self.is_suspended:
             return False
         if self.keeps_states:
-            is_due = self._num_passed >= self._config.near_steps or any(self.has_trial)
-            if is_due or self.is_padded or self._was_drafted:
+            most = self._config.prior_outcomes - 1 if self.is_padded else self._config.near_steps
+            is_due = self._num_passed >= most or any(self.has_trial)
+            if is_due or self._was_drafted or (lead and self._changes.follows):
                 return False
             self._num_passed += 1
             self._passed += seconds  # the next step that is observed counts them too

@@ -171,7 +171,7 @@ class TreeSizes:
         """
         self._tell()
         controller = self.controller
-        if not self._each or controller.passes(seconds + wait.lead):
+        if not self._each or controller.passes(seconds + wait.lead, wait.lead):
             return
         rows = num_rows // batch if controller.is_padded else num_rows
         self._untold = Observed(batch, rows, seconds, tokens, wait)

@@ -116,17 +116,32 @@ def test_the_largest_of_nearly_equal_trees_is_taken_on_a_cpu() -> None:
         assert goodput._best_of(rates, choices, may_explore) == best
 
 
-def test_most_plain_steps_of_a_suspended_draft_are_only_counted() -> None:
-    policy, history = Controller(CostModel(TYPICAL), [DraftKind(5, 5)]), DraftHistory()
+@pytest.mark.parametrize(("table", "num_counted"), [(TABLES[0], 9), (TABLES[1], 3)])
+def test_most_plain_steps_of_a_suspended_draft_are_only_counted(
+    table: Table, num_counted: int
+) -> None:
+    policy, history = Controller(CostModel(table), [DraftKind(5, 5)]), DraftHistory()
     policy.plan([Candidate(history, [5])])
     policy.is_drafting = [False]
     passed = []
     for _ in range(40):
-        passed.append(policy.passes(0.1))
+        passed.append(policy.passes(0.01))
         if not passed[-1]:
-            policy.observe(Observed(1, 1, 0.1, 1))
-    assert passed == [*[True] * 9, False] * 4
-    assert policy._unplanned == pytest.approx(4.0)
+            policy.observe(Observed(1, 1, 0.01, 1))
+    cycle = [*[True] * num_counted, False]
+    assert passed == cycle * (40 // len(cycle))
+    assert policy._unplanned == pytest.approx(0.4)
+
+
+def test_plain_steps_that_the_host_begins_are_learnt_from() -> None:
+    """Where drafts follow on the device, such a step is what theirs are compared with."""
+    policy = Controller(CostModel(TABLES[1]), [DraftKind(5, 5)])
+    policy.plan([Candidate(DraftHistory(), [5])])
+    policy.is_drafting = [False]
+    assert policy.passes(0.01, lead=0.001)
+    policy._changes.follows = True
+    assert not policy.passes(0.01, lead=0.001)
+    assert policy.passes(0.01)
 
 
 @pytest.mark.parametrize("table", TABLES)
