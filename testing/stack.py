@@ -66,7 +66,7 @@ def running_stack(
     }
     lines = [] if lines is None else lines
     stack = make_supervisor(values, on_line=lambda name, line: lines.append(f"{name}: {line}"))
-    if is_forked:
+    if is_forked and values["device"] == "cpu":  # CUDA must not be forked
         stack.launch = forked
     try:
         with stack:

@@ -35,7 +35,10 @@ class ServiceProcess:
         self, module: str, address: str, *, program: Sequence[str] = (), **flags: Any
     ) -> None:
         self.address = address
-        self._module, self._program, self._flags = module, program, to_flags(flags)
+        self._program = program
+        if flags.get("device") == "cuda":  # it must not be forked
+            self._program = program or ("-m", module)
+        self._module, self._flags = module, to_flags(flags)
         self._process: subprocess.Popen[bytes] | ForkedModule | None = None
 
     @property
