@@ -2,6 +2,8 @@
 
 import contextlib
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ from testing.tiny_tokenizers import byte_level, save
 
 Outcome = TypeVar("Outcome")
 VOCAB_SIZE = 600
-gateway_processes: list[ForkedModule] = []  # started by running_gateway, newest last
+gateway_processes: list[
+    ForkedModule | subprocess.Popen[bytes]
+] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
 LONG_REQUEST = {
     "text": "Once upon a time",
@@ -78,7 +82,9 @@ def running_stack(
 
 
 @contextlib.contextmanager
-def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
+def running_gateway(
+    *verifiers: str, is_forked: bool = True, **flags: Any
+) -> Iterator[tuple[str, str]]:
     """Runs a gateway process alone; yields the HTTP URL and the address of its gRPC once it
     listens.
     """
@@ -86,7 +92,12 @@ def running_gateway(*verifiers: str, **flags: Any) -> Iterator[tuple[str, str]]:
     options = {"port": http, "grpc_port": grpc, **flags}
     arguments = [f"--verifier={where}" for where in verifiers]
     arguments += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    process = ForkedModule("gateway", *arguments, environment=child_environment())
+    process: ForkedModule | subprocess.Popen[bytes]
+    if is_forked:
+        process = ForkedModule("gateway", *arguments, environment=child_environment())
+    else:  # with this process's limits
+        command = [sys.executable, "-m", "gateway", *arguments]
+        process = subprocess.Popen(command, env=child_environment())
     gateway_processes.append(process)
     try:
         eventually(lambda: is_listening(grpc) and is_listening(http))

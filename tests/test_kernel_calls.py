@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("foredraft", "verify_service", "draft_service")
 # What Triton's launcher takes for itself.
-OPTIONS = {"num_warps", "num_stages", "launch_pdl", "enable_fp_fusion"}
+OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion"}
 
 
 @cache

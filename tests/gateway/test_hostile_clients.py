@@ -199,7 +199,7 @@ def test_more_connections_than_a_shell_allows_files() -> None:
     with contextlib.ExitStack() as opened:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         try:
-            http, _ = opened.enter_context(stacks.running_gateway("127.0.0.1:1"))
+            http, _ = opened.enter_context(stacks.running_gateway("127.0.0.1:1", is_forked=False))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         where = urlsplit(http)
