@@ -14,7 +14,7 @@ import torch
 from foredraft.rpc.lifetime import DEVICE_LOST
 from testing.checkpoints import make_checkpoint
 from testing.drafts import ROOT
-from testing.stack import eventually
+from testing.endless_loading import signalled_while_it_loads
 from verify_service import __main__ as main
 
 
@@ -98,26 +98,9 @@ def test_one_that_fails_to_start_ends_with_the_error(tmp_path: Path) -> None:
 
 def test_one_that_is_interrupted_while_it_loads_ends_at_once(tmp_path: Path) -> None:
     socket = tmp_path / "verify.sock"
-    program = (
-        "import sys, time, verify_service.__main__ as main\n"
-        "def load(*_): print('loading', flush=True), time.sleep(3600)\n"
-        "main._build = load\n"
-        "sys.exit(main.main())"
-    )
-    command = [sys.executable, "-c", program, "--listen", f"unix:{socket}"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "loading\n"
-        eventually(socket.exists)
-        process.send_signal(signal.SIGINT)
-        try:
-            _, log = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 128 + signal.SIGINT
-    assert log.splitlines()[-1].endswith("SIGINT: stopping")
+    status, last_line = signalled_while_it_loads("verify_service", "_build", socket, signal.SIGINT)
+    assert status == 128 + signal.SIGINT
+    assert last_line.endswith("SIGINT: stopping")
     assert not socket.exists()
 
 
