@@ -36,7 +36,7 @@ class Exchange:
     Attributes:
         room: Maximum number of elements of a block, or of its words.
         num_programs: Maximum number of programs.
-        is_lamport: Whether blocks need no flags.
+        is_lamport: Whether blocks need no flags: floats, multiples of 8 of them.
         is_two_shot: Whether each rank adds up a share of the blocks and sends the sums on.
     """
 
