@@ -62,12 +62,11 @@ def make_exact(module: nn.Module, proof_file: Path | None) -> list[str]:
     from foredraft.layers import exact_gemm
     from foredraft.layers.exact_linear import ExactMethod, Proofs
 
-    method = ExactMethod(Proofs(proof_file))
-    others = []
+    proofs, others = Proofs(proof_file), []
     for name, linear in module.named_modules():
         if isinstance(linear, Linear):
             if isinstance(linear.method, CudaMethod) and exact_gemm.supports(linear.weight):
-                linear.method = method
+                linear.method = ExactMethod(proofs, linear.method.early_rows)
             elif not linear.method.is_exact:
                 others.append(f"{name} ({type(linear.method).__name__})")
     return others

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,10 +24,26 @@ _FOLDER = Path(__file__).parent
 _COMMON = "native_common.cuh"
 _CAPABILITY = (9, 0)  # whose matrix units give the bits of the Triton kernels
 _LEAST_NVRTC = (13, 0)  # version that the kernels have run with
+_TILE_BYTES = 128  # of each line
 _MOST_SHARED = 227 * 1024  # bytes of shared memory that a block may have
 _OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 
 Constants = dict[str, int]  # values of a file's macros
+
+
+class Tiles(NamedTuple):
+    """A matrix for the copy engine, that brings 128 bytes of some lines at a time.
+
+    Attributes:
+        matrix: [lines, columns], contiguous; lines of a multiple of 16 bytes.
+        lines: Lines of a tile, at most 256. Beyond the last line of the matrix they are zeros.
+    """
+
+    matrix: torch.Tensor
+    lines: int
+
+
+Argument = torch.Tensor | Tiles | int
 
 
 class _Ahead(threading.local):
@@ -105,7 +121,7 @@ class Program:
         blocks: int,
         threads: int,
         shared_bytes: int,
-        arguments: tuple[torch.Tensor | int, ...],
+        arguments: tuple[Argument, ...],
     ) -> None:
         """Launches the kernel on the current stream, where its start may overlap the end of the
         kernel before (programmatic dependent launch); it waits for that one itself.
@@ -115,30 +131,18 @@ class Program:
             blocks: Number of blocks.
             threads: Number of threads of a block.
             shared_bytes: Bytes of dynamic shared memory of a block.
-            arguments: Tensors, whose addresses the kernel gets, and 32-bit integers.
+            arguments: Tensors, whose addresses the kernel gets, tiles, and integers of 64 bits, or
+                of 32 where the kernel has them so.
         """
         if _AHEAD.take is not None:
             return
         from cuda.bindings import driver
 
-        config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-        value = driver.CUlaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        attribute.id = (
-            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        attribute.value = value
-        config.attrs, config.numAttrs = [attribute], 1
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        values = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
-        types = [
-            ctypes.c_void_p if isinstance(one, torch.Tensor) else ctypes.c_int for one in arguments
-        ]
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _config(blocks, threads, shared_bytes, stream)
+        values, types = zip(*map(_passed, arguments), strict=True)
         function = self._loaded[_key(constants)]
-        _checked(driver.cuLaunchKernelEx(config, function, (tuple(values), tuple(types)), 0))
+        _checked(driver.cuLaunchKernelEx(config, function, (values, types), 0))
 
     def _load(self, constants: Constants) -> bool:
         """Compiles and loads the kernel, and returns whether it was new to the cache."""
@@ -153,6 +157,58 @@ class Program:
             self._failed = True
             return False
         return is_new
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
+    """Returns how a kernel is launched on a stream, see `Program.launch`."""
+    from cuda.bindings import driver
+
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value = value
+    config.attrs, config.numAttrs = [attribute], 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, driver.CUstream(stream)
+    return config
+
+
+def _passed(argument: Argument) -> tuple[Any, Any]:
+    """Returns what a launch gets for an argument, and its type."""
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr(), ctypes.c_void_p
+    if isinstance(argument, Tiles):
+        matrix = argument.matrix
+        return _tensor_map(
+            matrix.data_ptr(), *matrix.shape, matrix.element_size(), argument.lines
+        ), None
+    return argument, ctypes.c_longlong
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(pointer: int, num_lines: int, columns: int, itemsize: int, lines: int) -> Any:
+    """Returns the copy engine's description of a matrix. Its tiles have the order in shared memory
+    that the matrix units read: pieces of 16 bytes change places within eight lines.
+    """
+    from cuda.bindings import driver
+
+    types = driver.CUtensorMapDataType
+    sizes = [driver.cuuint64_t(columns), driver.cuuint64_t(num_lines)]
+    box = [driver.cuuint32_t(_TILE_BYTES // itemsize), driver.cuuint32_t(lines)]
+    return _checked(
+        driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if itemsize == 1
+            else types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2, pointer, sizes, [driver.cuuint64_t(columns * itemsize)], box,
+            [driver.cuuint32_t(1)] * 2, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )  # fmt: skip
 
 
 def _key(constants: Constants) -> tuple[object, ...]:

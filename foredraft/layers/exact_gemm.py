@@ -13,6 +13,7 @@ import torch
 
 from foredraft.device_limits import compute_units
 from foredraft.kernel_launch import overlapped, power_of_two
+from foredraft.layers import skinny_native
 from foredraft.layers.heads import Heads, constants_of_heads
 
 SKINNY_ROWS = 64  # maximum number of rows of a skinny GEMM
@@ -154,6 +155,8 @@ def _multiply_skinny(
     own = Heads.none(x) if heads is None else heads
     has_parts = out.dim() == 3 and heads is None
     parts = out.shape[0] if has_parts else 1
+    if skinny_native.multiply(x, weight, bias, out, gated=gated, heads=heads):
+        return
     block_n, block_m = HEAD_MULTIPLE, max(16, power_of_two(rows))
     if not is_hopper(x.device):
         block_k, stages = 64, 3

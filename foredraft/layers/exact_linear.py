@@ -132,8 +132,9 @@ class ExactMethod(LinearMethod):
     is_exact = True
     has_heads = True
 
-    def __init__(self, proofs: Proofs) -> None:
+    def __init__(self, proofs: Proofs, early_rows: int = 0) -> None:
         self._proofs = proofs
+        self.early_rows = early_rows
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import skinny_native
 from foredraft.layers.heads import Heads, constants_of_heads
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.normed import RoundedRows
@@ -74,6 +75,8 @@ class Fp8Method(LinearMethod):
         scales = _block_scales(matrix) if self._by_blocks else matrix.scales.view(1, -1)
         linear.scales = frozen_parameter(scales)
         self.is_exact = _has_kernel(torch.cuda.get_device_capability(matrix.numbers.device))
+        if not self._by_blocks:
+            self.early_rows = skinny_native.early_rows(torch.bfloat16, matrix.numbers.device)
 
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
@@ -123,12 +126,18 @@ class Fp8Method(LinearMethod):
     ) -> torch.Tensor:
         from foredraft.layers import fp8_kernels as kernels
 
-        rows, scales = rounded or quantize_rows(x, self._size)
+        rows, scales = rounded or quantize_rows(x, self._size, len(x) <= self.early_rows)
         count, inputs = len(rows), linear.num_inputs
         outputs = linear.num_outputs // 2 if gated else linear.num_outputs
         own = Heads.none(x) if heads is None else heads
         shape = (count, outputs) if heads is None else heads.queries_shape
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        is_native = x.dtype == torch.bfloat16 and not self._by_blocks
+        if is_native and skinny_native.multiply(
+            rows, linear.weight, linear.bias, out,
+            scales=(scales, linear.scales), gated=gated, heads=heads,
+        ):  # fmt: skip
+            return out
         block_m = max(16, power_of_two(count))
         unroll, block_k, stages = _fp8_tile(self._by_blocks, outputs, inputs, block_m, gated)
         kernels.multiply_fp8[(-(-outputs // _BLOCK_N),)](
@@ -207,12 +216,13 @@ def _has_kernel(capability: tuple[int, int]) -> bool:
     return _FIRST_KERNEL <= capability < _AFTER_KERNEL
 
 
-def quantize_rows(x: torch.Tensor, size: int = 0) -> RoundedRows:
+def quantize_rows(x: torch.Tensor, size: int = 0, early: bool = False) -> RoundedRows:
     """Converts rows to 8-bit floats with scales.
 
     Args:
         x: [n, inputs], rows to convert.
         size: Number of columns that share a scale, a divisor of the inputs; 0 for whole rows.
+        early: Whether the kernel behind fetches weights before it waits for this one.
     """
     from foredraft.layers import fp8_kernels as kernels
 
@@ -225,6 +235,6 @@ def quantize_rows(x: torch.Tensor, size: int = 0) -> RoundedRows:
         parts = max(1, _COLUMNS // block) if count > MOST_ROWS else 1
         kernels.quantize_rows[(count, -(-(inputs // size) // parts))](
             x, found.numbers, found.scales, size, inputs, count, PARTS=parts, BLOCK=block,
-            num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
+            EARLY=early, num_warps=min(16, max(1, parts * block // 512)), **overlapped(x.device),
         )  # fmt: skip
     return found

@@ -146,7 +146,7 @@ def multiply_fp8(
 @triton.jit
 def quantize_rows(
     x_ptr, out_ptr, scales_ptr, size, inputs, rows,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Rows of x as 8-bit floats, a scale for `size` columns of a row; program (i, j) has PARTS
     such parts of row i, from part PARTS * j on, and the scale of part p is at [p, i].
@@ -155,6 +155,8 @@ def quantize_rows(
     parts = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     k = tl.arange(0, BLOCK)
     if DEPENDENT:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     is_part = parts < inputs // size

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from foredraft.layers import cpu_products, skinny_gemm
+from foredraft.layers import cpu_products, skinny_gemm, skinny_native
 from foredraft.layers.heads import Heads
 from foredraft.layers.normed import RoundedRows
 from foredraft.layers.parameters import Target, new_parameter
@@ -327,6 +327,11 @@ class Float32CpuMethod(LinearMethod):
 class CudaMethod(LinearMethod):
     """Plain weights on a GPU, multiplied by our own kernels for few rows, else by cuBLAS."""
 
+    has_heads = True
+
+    def __init__(self, early_rows: int = 0) -> None:
+        self.early_rows = early_rows
+
     def apply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See LinearMethod."""
         return cuda_linear(x, linear.weight, linear.bias)
@@ -358,6 +363,12 @@ class CudaMethod(LinearMethod):
             return skinny_gemm.multiply(x, linear.weight, linear.bias, gated=True)
         return None
 
+    def apply_heads(
+        self, linear: Linear, x: torch.Tensor, rounded: RoundedRows | None, heads: Heads
+    ) -> torch.Tensor | None:
+        """See LinearMethod."""
+        return skinny_gemm.multiply_to_heads(x, linear.weight, linear.bias, heads)
+
 
 def cuda_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Computes x W^T + b on a GPU, by our own kernel or cuBLAS, whichever is faster."""
@@ -373,5 +384,5 @@ def _from(bias: torch.Tensor | None, first: int) -> torch.Tensor | None:
 def plain_method(dtype: torch.dtype, device: torch.device) -> LinearMethod:
     """Returns the fastest method for plain weights on a device."""
     if device.type == "cuda":
-        return CudaMethod()
+        return CudaMethod(skinny_native.early_rows(dtype, device))
     return Float32CpuMethod() if dtype == torch.float32 else PlainMethod()

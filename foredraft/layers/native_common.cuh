@@ -1,6 +1,7 @@
 // Instructions of Hopper GPUs as functions; compiled in front of each kernel in CUDA C++.
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef long long i64;
 typedef unsigned short bfloat;  // bits of a bfloat16
 
 #define DEVICE __device__ __forceinline__
@@ -22,8 +23,20 @@ DEVICE u32 load_word(const u32* from) {
   return word;
 }
 
-// Barriers of copies: one thread expects bytes, any wait for them.
-DEVICE void make_barrier(u32 at) { asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory"); }
+DEVICE float load_float(const float* from) { return __uint_as_float(load_word((const u32*)from)); }
+
+DEVICE i64 load_long(const i64* from) {
+  i64 number;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(number) : "l"(from) : "memory");
+  return number;
+}
+
+// Barriers: a phase ends when `count` have arrived and the bytes that they expect have come.
+DEVICE void make_barrier(u32 at, u32 count = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+
+DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 DEVICE void end_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -36,7 +49,18 @@ DEVICE void copy_piece(u32 to, const void* from, u32 count, u32 barrier) {
                ::"r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
 }
 
-DEVICE void wait_for_bytes(u32 barrier, u32 phase) {
+// Part of a matrix: 128 bytes of some lines, which the copy engine lays so that the matrix units can read it.
+struct __align__(64) TensorMap {
+  u64 words[16];
+};
+#define TENSOR_MAP const __grid_constant__ TensorMap
+
+DEVICE void copy_tile(u32 to, const TensorMap& map, int column, int line, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(&map), "r"(column), "r"(line), "r"(barrier) : "memory");
+}
+
+DEVICE void wait_for_phase(u32 barrier, u32 phase) {
   asm volatile("{\n.reg .pred p;\nAGAIN%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN%=;\n}"
                ::"r"(barrier), "r"(phase) : "memory");
 }
@@ -52,6 +76,9 @@ DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE void meet_block() { __syncthreads(); }
+
+// The first `count` threads of the block.
+DEVICE void meet_threads(u32 count) { asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory"); }
 
 DEVICE void meet_warp() { __syncwarp(); }
 
@@ -92,6 +119,37 @@ DEVICE void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// What the matrix units need to know of a tile of lines of 128 bytes, of eight lines each 1,024 bytes.
+DEVICE u64 tile_at(u32 at) { return (u64)(at >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+
+DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEVICE void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int LATER> DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
+
+// sums += a b^T for 64 lines of a, 8 lines of b and 32 bytes of columns of so many bytes each, by four
+// warps: a thread has the sums of the line of a fourth of its lane, and 16 for each warp, with two lines
+// of b, then those of the line 8 further.
+template <int BYTES> DEVICE void multiply_tile(float* sums, u32 a, u32 b) {
+  if (BYTES == 1)
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "l"(tile_at(a)), "l"(tile_at(b)) : "memory");
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) : "l"(tile_at(a)), "l"(tile_at(b)) : "memory");
+}
+
+DEVICE float multiplied(float x, float y) { return __fmul_rn(x, y); }
+
+DEVICE float added(float x, float y) { return __fadd_rn(x, y); }
+
+DEVICE float multiplied_added(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 
 DEVICE float to_float(bfloat bits) { return __uint_as_float((u32)bits << 16); }
 

@@ -9,6 +9,7 @@ the one before them ends (`kernel_launch`), which cuBLAS's do not.
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers import skinny_native
 from foredraft.layers.heads import Heads, constants_of_heads
 
 MOST_ROWS = 64
@@ -39,7 +40,7 @@ def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def is_faster(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Returns whether `multiply` is faster than cuBLAS."""
-    return x.shape[0] == 1 or weight.shape[0] >= _NARROW
+    return x.shape[0] == 1 or weight.shape[0] >= _NARROW or skinny_native.takes(x, weight)
 
 
 def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
@@ -47,7 +48,7 @@ def num_parts(x: torch.Tensor, weight: torch.Tensor) -> int:
     cutting gains nothing.
     """
     outputs, inputs = weight.shape
-    if x.shape[0] == 1:
+    if x.shape[0] == 1 or skinny_native.takes(x, weight):
         return 1
     parts = 1
     while (
@@ -79,11 +80,27 @@ def multiply(
     """
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty((x.shape[0], outputs))
+    if skinny_native.multiply(x, weight, bias, out, gated=gated):
+        return out
     if x.shape[0] == 1 and outputs < _ONE_ROW_OUTPUTS and not gated:
         _multiply_row(x, weight, bias, out)
     else:
         _multiply_rows(x, weight, bias, out, gated)
     return out
+
+
+def multiply_to_heads(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, heads: Heads
+) -> torch.Tensor | None:
+    """Computes x W^T + b, rotates queries and keys, and writes keys and values to the cache.
+
+    Returns:
+        Queries [rows, num_heads, head_dim], or None where no kernel does all that.
+    """
+    if not skinny_native.takes(x, weight, heads=heads):
+        return None
+    out = x.new_empty(heads.queries_shape)
+    return out if skinny_native.multiply(x, weight, bias, out, heads=heads) else None
 
 
 def multiply_in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ KERNEL(THREADS) multiply_words(const bfloat* x, const u32* words, const u32* fac
     const int half = turn & 1;
     meet_block();  // barriers are made, and the columns of the chunk before are free
     if (warp == 0 && begin + chunk < UNITS) copy_rows(begin + chunk, half ^ 1);
-    wait_for_bytes(barriers + half * 8, turn >> 1 & 1);
+    wait_for_phase(barriers + half * 8, turn >> 1 & 1);
     const int end = min(begin + chunk, UNITS);
     u32 columns_of_unit = columns_at + half * rows * row_bytes;
 #pragma unroll 1

@@ -3,8 +3,6 @@ float64 products.
 """
 
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,45 +12,12 @@ from foredraft.layers.linear import Linear
 from foredraft.layers.quantized_matrix import Matrix, dequantize
 from foredraft.layers.weight_scheme import WeightScheme
 from foredraft.layers.words_factors import Form
+from testing.emulated_kernels import Emulated
 from testing.triton_device import needs_gpu
 
-LAYERS = Path(cuda_programs.__file__).parent
-NATIVE = Path(__file__).parent / "native"
 CPU = torch.device("cpu")
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
-
-class Emulated:
-    """Compiles and runs a kernel on this CPU, in place of `Program`."""
-
-    def __init__(self, folder: Path, file: str, name: str) -> None:
-        self._folder, self._file, self._name = folder, file, name
-
-    def is_ready(self, constants):
-        return True
-
-    def launch(self, constants, blocks, threads, shared_bytes, arguments):
-        assert shared_bytes <= 227 * 1024
-        macros = constants | {
-            "KERNEL_FILE": f'"{self._file}"', "KERNEL_NAME": self._name,
-            "NUM_ARGUMENTS": len(arguments),
-        }  # fmt: skip
-        program = self._folder / "program"
-        subprocess.run(
-            ["g++", "-std=c++20", "-O1", "-pthread", "-w", f"-I{LAYERS}",
-             *(f"-D{name}={value}" for name, value in macros.items()),
-             str(NATIVE / "main.cpp"), "-o", str(program)], check=True,
-        )  # fmt: skip
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
-        paths = [self._folder / str(index) for index in range(len(tensors))]
-        for path, tensor in zip(paths, tensors, strict=True):
-            path.write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        numbers = [one for one in arguments if not isinstance(one, torch.Tensor)]
-        command = [program, blocks, len(tensors), *paths, *numbers]
-        subprocess.run(list(map(str, command)), check=True, timeout=120)
-        found = torch.frombuffer(bytearray(paths[-1].read_bytes()), dtype=tensors[-1].dtype)
-        tensors[-1].copy_(found.view(tensors[-1].shape))
 
 
 @needs_compiler

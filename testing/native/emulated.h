@@ -15,6 +15,7 @@
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
+typedef long long i64;
 typedef unsigned short bfloat;
 
 #define DEVICE inline
@@ -36,7 +37,7 @@ struct Warp {
 thread_local Index threadIdx, blockIdx;
 alignas(1024) unsigned char shared_memory[1 << 18];
 std::vector<std::unique_ptr<Warp>> warps;
-std::unique_ptr<std::barrier<>> block;
+std::unique_ptr<std::barrier<>> block, most;  // of all threads, and of all but the last warp
 
 Warp& own_warp() { return *warps[threadIdx.x / 32]; }
 
@@ -46,31 +47,41 @@ void copy16(u32 to, const void* from) {
   memcpy(shared_memory + to, from, 16);
 }
 u32 load_word(const u32* from) { return *from; }
+float load_float(const float* from) { return *from; }
+i64 load_long(const i64* from) { return *from; }
 
-// A barrier of copies: its phase ends when the bytes that were expected have come.
+// Its phase ends when enough threads have arrived, and the bytes that they expect have come.
 struct Barrier {
-  bool is_expecting = false;
-  long missing = 0;
+  u32 count;
+  long pending = count, missing = 0;
   std::atomic<u32> phase = 0;
   void end_if_done() {
-    if (is_expecting && !missing) is_expecting = false, phase ^= 1;
+    if (pending < 0) abort();
+    if (pending || missing) return;
+    pending = count, phase ^= 1;
+    phase.notify_all();
   }
 };
 std::mutex barriers_lock;
 std::map<u32, Barrier> barriers_by_address;
 
-void make_barrier(u32 at) {
+void make_barrier(u32 at, u32 count = 1) {
   if (at % 8) abort();
   std::lock_guard lock(barriers_lock);
   barriers_by_address.erase(at);
-  barriers_by_address[at];
+  barriers_by_address.try_emplace(at, count);
 }
 void end_barriers() {}
+void arrive(u32 at) {
+  std::lock_guard lock(barriers_lock);
+  Barrier& barrier = barriers_by_address.at(at);
+  barrier.pending--;
+  barrier.end_if_done();
+}
 void expect_bytes(u32 at, u32 count) {
   std::lock_guard lock(barriers_lock);
   Barrier& barrier = barriers_by_address.at(at);
-  if (barrier.is_expecting) abort();
-  barrier.is_expecting = true, barrier.missing += count;
+  barrier.missing += count, barrier.pending--;
   barrier.end_if_done();
 }
 void copy_piece(u32 to, const void* from, u32 count, u32 at) {
@@ -81,19 +92,44 @@ void copy_piece(u32 to, const void* from, u32 count, u32 at) {
   barrier.missing -= count;
   barrier.end_if_done();
 }
-void wait_for_bytes(u32 at, u32 phase) {
+
+// 16 bytes of tiles change places within eight lines of 128 bytes.
+u32 placed(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+
+struct TensorMap {
+  const unsigned char* from;
+  int num_lines, line_bytes, lines;
+};
+#define TENSOR_MAP const TensorMap&
+
+// Columns are numbers of ITEM bytes.
+#define copy_tile(to, map, column, line, at) copy_lines(to, map, (column) * ITEM, line, at)
+void copy_lines(u32 to, const TensorMap& map, int first_byte, int line, u32 at) {
+  if (to % 1024 || first_byte < 0 || line < 0 || map.lines > 256) abort();
+  std::lock_guard lock(barriers_lock);
+  for (int i = 0; i < map.lines * 128; i++) {
+    const int byte = first_byte + i % 128, own = line + i / 128;
+    const bool is_there = byte < map.line_bytes && own < map.num_lines;
+    shared_memory[placed(to + i)] = is_there ? map.from[(i64)own * map.line_bytes + byte] : 0;
+  }
+  Barrier& barrier = barriers_by_address.at(at);
+  barrier.missing -= map.lines * 128;
+  barrier.end_if_done();
+}
+void wait_for_phase(u32 at, u32 phase) {
   Barrier* barrier;
   {
     std::lock_guard lock(barriers_lock);
     barrier = &barriers_by_address.at(at);
   }
-  while (barrier->phase == phase) std::this_thread::yield();
+  barrier->phase.wait(phase);
 }
 void end_copies() {}
 template <int LATER> void wait_for_copies() {}
 void wait_for_kernel_before() {}
 void let_next_kernel_start() {}
 void meet_block() { block->arrive_and_wait(); }
+void meet_threads(u32) { most->arrive_and_wait(); }
 void meet_warp() { own_warp().all.arrive_and_wait(); }
 int same_in_warp(int x) { return x; }
 
@@ -162,11 +198,35 @@ void multiply_add(float* sum, const u32* a, u32 b0, u32 b1) {
   }
   meet_warp();
 }
+float of_eight_bits(unsigned char bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float x = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  return bits & 128 ? -x : x;
+}
+// Done at once, by each thread on its own; a warp's are done together.
+void begin_products() {}
+void end_products() {}
+template <int LATER> void wait_for_products() { meet_warp(); }
+template <int BYTES> void multiply_tile(float* sums, u32 a, u32 b) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  auto number = [](u32 at) {
+    const unsigned char* from = shared_memory + placed(at);
+    return BYTES == 1 ? of_eight_bits(*from) : to_float(from[0] | from[1] << 8);
+  };
+  for (int i = 0; i < 4; i++) {
+    const u32 line = a + (warp * 16 + lane / 4 + i / 2 * 8) * 128, row = b + (lane % 4 * 2 + i % 2) * 128;
+    for (int k = 0; k < 32; k += BYTES) sums[i] += number(line + k) * number(row + k);
+  }
+}
+float multiplied(float x, float y) { return x * y; }
+float added(float x, float y) { return x + y; }
+float multiplied_added(float x, float y, float z) { return std::fma(x, y, z); }
 float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 template <typename Run> void run_blocks(int blocks, int threads, Run run) {
   for (int i = 0; i < threads / 32; i++) warps.push_back(std::make_unique<Warp>());
   block = std::make_unique<std::barrier<>>(threads);
+  most = std::make_unique<std::barrier<>>(threads - 32);
   for (int b = 0; b < blocks; b++) {
     std::vector<std::thread> all;
     for (int i = 0; i < threads; i++)
