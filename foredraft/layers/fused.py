@@ -90,7 +90,7 @@ def add_norm(
     post_weight, post_eps = post if post is not None else (None, 0.0)
     weights = post_weight, post_eps, weight, eps
     if group.size > 1:
-        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group)
+        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group, reader)
         return Normed(out)
     rounded = _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
     return Normed(out, rounded)
@@ -107,6 +107,7 @@ def _norm_of_ranks(
     out: torch.Tensor,
     copy: torch.Tensor | None,
     group: Group,
+    reader: LinearMethod | None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
@@ -133,7 +134,8 @@ def _norm_of_ranks(
         0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
         BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
         SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        maxnreg=registers, **constants_of(exchange), **overlapped(x.device),
+        maxnreg=registers, EARLY=reader is not None and num_rows <= reader.early_rows,
+        **constants_of(exchange), **overlapped(x.device),
     )  # fmt: skip
 
 

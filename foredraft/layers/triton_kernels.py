@@ -99,7 +99,7 @@ def norm_of_ranks(
     times, told, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
     FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas: exchanged here
     with SENDS, else all ranks' [RANKS, num_rows, size] at gathered_ptr.
@@ -115,6 +115,8 @@ def norm_of_ranks(
     if POST:
         post = tl.load(post_ptr + columns, mask=is_column, other=0.0)
     if DEPENDENT:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if SENDS:
