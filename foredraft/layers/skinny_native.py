@@ -16,6 +16,7 @@ from foredraft.layers.heads import Heads
 MOST_ROWS = 8
 _LOT = 128  # bytes of a line that are copied at a time
 _MOST_LOTS = 4  # of a piece
+_ALIGNMENT = 16  # bytes, of what the copy engine reads
 _TILE = 64  # outputs of a tile
 _EIGHT = 8  # outputs that lie together in shared memory
 _MOST_GROUPS = 4
@@ -83,6 +84,7 @@ def takes(
         and weight.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and x.is_contiguous()
         and weight.is_contiguous()
+        and (x.data_ptr() | weight.data_ptr()) % _ALIGNMENT == 0
         and line_bytes % (parts * _LOT) == 0
         and outputs % (halves * _EIGHT) == 0
         and outputs * parts <= most * halves

@@ -47,7 +47,7 @@ def exact(x, weight, scales, bias=None):
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs", "units", "gated", "bias"),
     [  # with three pieces under way
-        (1, 64, 512, 1, False, False),
+        (1, 64, 128, 1, False, False),
         (3, 40, 1024, 4, False, True),  # three blocks of 16 outputs, the last one with 8
         (8, 2 * 136, 256, 1, True, True),  # three tiles of 48 in a block
         (5, 2 * 24, 1024, 1, True, False),
