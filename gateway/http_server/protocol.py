@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from foredraft.errors import Unavailable
 from gateway.http_server.answers import error_answer, refusal
@@ -157,6 +157,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # An answer that begins before the request is whole is the connection's last.
             self._may_stay = cycle.keep_alive
             cycle.keep_alive = False
+            if self.parser.get_http_version() == "1.0":
+                _answer_without_chunks(cycle)
             self._seat_follows()
 
     def on_message_complete(self) -> None:
@@ -322,6 +324,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+def _answer_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Has an answer of unknown length end with its connection, as HTTP/1.0 knows no chunks."""
+    send = cycle.send
+    has_length = True
+
+    async def send_plain(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 class _Wire:
