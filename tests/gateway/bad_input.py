@@ -200,7 +200,7 @@ TABLE: dict[str, list[Bad]] = {
         Bad(CHAT, chat(tools=TOOLS, tool_choice={"type": "function", "function": {"nam": "f"}}), 400, "tool_choice.function.name", "tool_choice.function.name: Field required"),
         Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), 400, "tools.0.function.name", "tools.0.function.name: must be 1 to 64 letters, digits, underscores and dashes"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),
-        Bad(CHAT, chat(tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format.json_schema.schema", "response_format.json_schema.schema: failed to compile JSON schema: Unimplemented keys: [\"not\"]"),
+        Bad(CHAT, chat(tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format.json_schema.schema", "response_format.json_schema.schema: failed to compile JSON schema: Unimplemented keys: [\"not\"]; leave it out, or give the schema \"x-guidance\": {\"lenient\": true} to ignore it"),
         Bad(CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}]), 400, "tools", "tools: the function 'f': failed to compile JSON schema: properties must be an object"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto")), 400, "tool_choice", "tool_choice: allows no tool; none is the choice for that"),
         Bad(CHAT, chat(tools=TOOLS, tool_choice=allowed("auto", "g")), 400, "tool_choice", "tool_choice: there is no function 'g' in tools"),

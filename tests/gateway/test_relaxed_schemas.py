@@ -20,7 +20,7 @@ UNSAYABLE: list[dict[str, Any]] = [
     {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": True},
     {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
     {"not": {"type": "null"}},
-    {"type": "string", "format": "binary"},
+    {"type": "string", "format": "iri"},
     {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     {"type": "string", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z]+\.com$"},
     {"type": "string", "pattern": r"\bword\b"},

@@ -172,6 +172,8 @@ def _message(error: str, kind: GrammarKind) -> str:
         "Enable 'coerce_one_of' option to approximate oneOf with anyOf",
         'Use anyOf, or "x-guidance": {"coerce_one_of": true} in the schema',
     )
+    if "Unimplemented keys: " in told or "Unknown format: " in told:
+        told += '; leave it out, or give the schema "x-guidance": {"lenient": true} to ignore it'
     if place:
         rule = re.search(rf"^\s*{place[1]} \| (\w+):", error, re.M)
         if rule and kind is GrammarKind.EBNF:

@@ -62,6 +62,26 @@ async def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str, model:
 THINK: dict[str, Any] = {"begin": "<r>", "end": "</r>"}
 OPEN = {"is_open": True}
 
+# Formats that JSON Schema does not know say nothing, as its standard has it.
+FORMATS = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "format": {"type": "array", "items": {"type": "string", "format": "path"}},
+            "d": {"type": "string", "format": "date"},
+        },
+        "additionalProperties": False,
+    }
+)
+UNIQUE = json.dumps(
+    {
+        "type": "array",
+        "items": {"type": "integer"},
+        "uniqueItems": True,
+        "x-guidance": {"lenient": True},
+    }
+)
+
 
 def structural(**options: Any) -> Grammar:
     return Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps({**TAGS, **options}))
@@ -83,6 +103,9 @@ def test_every_kind(model: Path) -> None:
         (Grammar(GrammarKind.JSON_SCHEMA, SPACIOUS), '{\n  "a": 1}', '{\n"a": 1}'),
         (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["/", 1]}'), '"/"', '"'),
         (Grammar(GrammarKind.JSON_SCHEMA, RIGID), '{"a":1}', '{"a": 1}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, FORMATS), '{"format": ["a/b", "c"]}', '{"format": 1}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, FORMATS), '{"d": "2026-11-28"}', '{"d": "now"}'),
+        (Grammar(GrammarKind.JSON_SCHEMA, UNIQUE), "[1, 1]", '["a"]'),
         (Grammar(GrammarKind.REGEX, r"a/b\d\n{2}é"), "a/b7\n\né", "a/b7\né"),
         (Grammar(GrammarKind.EBNF, EBNF), "no1no2", "no1no"),
         (Grammar(GrammarKind.EBNF, LARK), "yes", "yesno1"),
@@ -130,6 +153,13 @@ WRONG = [
         r'or "x-guidance": \{"coerce_one_of": true\}',
     ),
     (GrammarKind.JSON_SCHEMA, '{"const": 9007199254740993}', "9007199254740993"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "iri"}', "iri; leave it out, or give"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": ["uri"]}', "format"),
+    (
+        GrammarKind.JSON_SCHEMA,
+        '{"uniqueItems": true}',
+        r'uniqueItems.*"x-guidance": \{"lenient": t',
+    ),
     (GrammarKind.STRUCTURAL_TAG, "{}", "structures"),
     (
         GrammarKind.STRUCTURAL_TAG,
