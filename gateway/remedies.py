@@ -59,7 +59,9 @@ OPENAI = {
     "system": "give it as the first of messages, with role: system",
     "image_data": _TEXT_ALONE,
     # Inside fields.
-    "response_format.schema": 'give "json_schema": {"name": ..., "schema": ...} instead',
+    "response_format.schema": (
+        'give "type": "json_schema", "json_schema": {"name": ..., "schema": ...} instead'
+    ),
     "tools.name": _IN_FUNCTION,
     "tools.description": _IN_FUNCTION,
     "tools.parameters": _IN_FUNCTION,
@@ -93,7 +95,6 @@ RESPONSES = {
     "prompt": _CONVERSATION,
     "n": "one answer is made for each request",
     "prompt_logprobs": "send it to /v1/completions, which takes it",
-    "stop": "send it to /v1/chat/completions, which takes it",
     **dict.fromkeys(("guided_json", "json_schema", "response_format"), _RESPONSES_SCHEMA),
 }
 _MESSAGES_SCHEMA = 'give output_config: {"format": {"type": "json_schema", ...}} instead'

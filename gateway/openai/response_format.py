@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
-from gateway.bodies import Body, Items
+from gateway.bodies import Body, Items, Objects
 
 
 class JsonSchema(Body):
@@ -25,20 +25,29 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """Plain text, any JSON object, or JSON of a schema."""
+    """Plain text, any JSON object, JSON of a schema, or SGLang's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    structures: Objects[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
 
     def grammar(self) -> Grammar | None:
         """Returns the grammar that the text must follow.
 
         Raises:
-            InvalidRequest: The schema is missing, or given where none belongs.
+            InvalidRequest: What the type needs is missing, or what another needs is given.
         """
+        for name in ("json_schema", "structures", "triggers"):
+            kind = "json_schema" if name == "json_schema" else "structural_tag"
+            if getattr(self, name) is not None and self.type != kind:
+                raise InvalidRequest(f"response_format.{name}", f"needs type: {kind}")
+        if self.type == "structural_tag":
+            if self.structures is None:
+                raise InvalidRequest("response_format.structures", "give a list of structures")
+            tags = {"structures": self.structures, "triggers": self.triggers}
+            return _grammar("structural_tag", tags, "response_format")
         if self.type != "json_schema":
-            if self.json_schema is not None:
-                raise InvalidRequest("response_format.json_schema", "needs type: json_schema")
             return ANY_OBJECT if self.type == "json_object" else None
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise InvalidRequest("response_format.json_schema.schema", "give a schema")

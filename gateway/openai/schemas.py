@@ -256,7 +256,10 @@ class ChatBody(GenerationBody):
         if self.max_tokens is None:
             names["max_new_tokens"] = "max_completion_tokens"
         if not self.grammar_fields():
-            if self.response_format is not None and self.response_format.type != "text":
+            form = "text" if self.response_format is None else self.response_format.type
+            if form == "structural_tag":
+                names["grammar"] = "response_format"
+            elif form != "text":
                 names["grammar"] = "response_format.json_schema.schema"
             elif self.tools:
                 names["grammar"] = "tools"

@@ -50,7 +50,7 @@ RESPONSES_FIELDS: tuple[Field, ...] = (
         ("temperature", 0.5, "0 to 100"),
         ("top_p", 0.5, "0 to 1; 0 is the likeliest token alone"),
         ("top_logprobs", 2, "0 to 20 alternatives of each token of the text"),
-        ("text", {"format": {"type": "text"}}, "format: text, json_object, json_schema; a schema is always kept to; not together with tools"),
+        ("text", {"format": {"type": "text"}}, "format: text, json_object, json_schema; a schema is always kept to; beside tools the answer is calls or JSON"),
         ("reasoning", {"summary": "auto"}, "effort as reasoning_effort in chat completions; reasoning comes whole, not in summaries"),
         ("tools", [_TOOL], "functions; built-in tools are refused"),
         ("tool_choice", "none", "none, auto, required, a function, or allowed_tools"),
@@ -129,7 +129,7 @@ MESSAGES_FIELDS: tuple[Field, ...] = (
         ("tools", [_CUSTOM], "the client's own; cache_control is ignored"),
         ("tool_choice", {"type": "none"}, "auto, any, tool, none; disable_parallel_tool_use"),
         ("thinking", {"type": "disabled"}, "enabled and disabled set the template's switch; enabled needs --reasoning-parser; budget_tokens does not bound it"),
-        ("output_config", {"format": None}, "format: json_schema, not together with tools; effort as reasoning_effort in chat completions"),
+        ("output_config", {"format": None}, "format: json_schema, beside tools calls or JSON; effort as reasoning_effort in chat completions"),
     ),
     *_rows(
         MESSAGES, "Anthropic", "ignored",

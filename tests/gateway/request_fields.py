@@ -265,7 +265,7 @@ _TAGS = {
 GRAMMARS: tuple[Field, ...] = (
     *_rows(
         (CHAT,), "OpenAI", "honoured",
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}, "text, json_object, json_schema; a schema is always kept to, whatever `strict` says; not together with tools"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}, "text, json_object, json_schema, structural_tag; a schema is always kept to, whatever `strict` says; beside tools the answer is calls or JSON"),
         ("tools", [_TOOL], "functions; how they are told and found: [Structured output](structured-output.md)"),
         ("tool_choice", "required", "none, auto, required, a function, or allowed_tools", (("tools", [_TOOL]),)),
         ("parallel_tool_calls", False, "false: one call at most", (("tools", [_TOOL]),)),
