@@ -149,8 +149,22 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        hint = "; /openapi.json has all routes" if error.status_code == 404 else ""
         path = request.url.path
-        message = f"{request.method} {path}: {error.detail}{hint}"
+        message = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 404:
+            message += f"; {_nearest_route(app, path)}/openapi.json has all routes"
         body = envelopes.envelope_of(error.status_code, message, path)
         return JSONResponse(body, error.status_code, error.headers)
+
+
+def _nearest_route(app: FastAPI, path: str) -> str:
+    """Returns a question for a path with a beginning too much or too little, empty for others.
+
+    A client's base URL may lack `/v1`, or have it twice.
+    """
+    asked = path.rstrip("/")
+    near = [
+        route for route in app.openapi()["paths"] if route.endswith(asked) or asked.endswith(route)
+    ]
+    found = min(near, key=lambda route: abs(len(route) - len(asked)), default="")
+    return f"did you mean {found}? " if asked and found else ""

@@ -288,7 +288,11 @@ TABLE: dict[str, list[Bad]] = {
         Bad("/v1/responses", {"input": "x", "max_tokens": 2}, 400, "max_tokens", "max_tokens: is not a field of this request, or not one that can be honoured; give max_output_tokens instead"),
         Bad("/v1/nothing", {}, 404, None, "POST /v1/nothing: Not Found; /openapi.json has all routes"),
         # A redirect would lead from https to http where a proxy speaks TLS.
-        Bad("/v1/completions/", {}, 404, None, "POST /v1/completions/: Not Found; /openapi.json has all routes"),
+        Bad("/v1/completions/", {}, 404, None, "POST /v1/completions/: Not Found; did you mean /v1/completions? /openapi.json has all routes"),
+        # Clients whose base URL has no /v1, or one too much.
+        Bad("/chat/completions", {}, 404, None, "POST /chat/completions: Not Found; did you mean /v1/chat/completions? /openapi.json has all routes"),
+        Bad("/completions", {}, 404, None, "POST /completions: Not Found; did you mean /v1/completions? /openapi.json has all routes"),
+        Bad("/v1/v1/messages", {}, 404, None, "POST /v1/v1/messages: Not Found; did you mean /v1/messages? /openapi.json has all routes"),
         Bad("/health", {}, 405, None, "POST /health: Method Not Allowed"),
     ],
 }  # fmt: skip
