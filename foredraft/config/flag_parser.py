@@ -10,7 +10,12 @@ _NO_EXPERTS = "models with experts are not served here; leave it out"
 _NO_LORA = "LoRA is not supported: merge the adapter into its model first"
 _CHOSEN = "is chosen by the device here; leave it out"
 _BY_TEMPLATE = "the chat template says how calls are written; leave it out"
+_LLGUIDANCE = "grammars are always kept by llguidance; leave it out"
 _ALWAYS = "is always on; leave it out"
+_TEXT_ALONE = "models here generate text, and nothing else; leave it out"
+_NO_LOGS = "prompts are never logged; leave it out"
+_DEFAULTS = "is not read; requests have OpenAI's defaults"
+_SEEDS = "give a seed with each request"
 
 # Flags of other servers: ours with the same meaning, or what to do without.
 ELSEWHERE: dict[str, str] = {
@@ -26,23 +31,46 @@ ELSEWHERE: dict[str, str] = {
     "--enable-lora": _NO_LORA,
     "--lora-paths": _NO_LORA,
     "--lora-modules": _NO_LORA,
+    "--max-loras-per-batch": _NO_LORA,
+    "--max-lora-rank": _NO_LORA,
+    "--is-embedding": _TEXT_ALONE,
+    "--task": _TEXT_ALONE,
+    "--runner": _TEXT_ALONE,
+    "--enable-multimodal": _TEXT_ALONE,
+    "--limit-mm-per-prompt": _TEXT_ALONE,
+    "--enable-expert-parallel": _NO_EXPERTS,
+    "--disable-log-requests": _NO_LOGS,
+    "--enable-log-requests": _NO_LOGS,
+    "--log-requests": _NO_LOGS,
+    "--generation-config": _DEFAULTS,
+    "--sampling-defaults": _DEFAULTS,
+    "--preferred-sampling-params": _DEFAULTS,
     "--sampling-backend": _CHOSEN,
-    "--grammar-backend": "grammars are always kept by llguidance; leave it out",
+    "--grammar-backend": _LLGUIDANCE,
+    "--guided-decoding-backend": _LLGUIDANCE,
     "--enable-auto-tool-choice": _BY_TEMPLATE,
+    "--enable-reasoning": "--reasoning-parser",
     "--enable-metrics": _ALWAYS,
     "--enable-cache-report": _ALWAYS,
     "--enable-prefix-caching": _ALWAYS,
     "--enable-chunked-prefill": _ALWAYS,
+    "--enable-mixed-chunk": _ALWAYS,
     "--no-enable-prefix-caching": "--disable-radix-cache",
     "--gpu-memory-utilization": "--mem-fraction-static",
     "--max-model-len": "--context-length",
     "--max-num-seqs": "--max-running-requests",
     "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--max-prefill-tokens": "--chunked-prefill-size",
     "--block-size": "--page-size",
     "--enforce-eager": "--disable-cuda-graph",
     "--tokenizer": "--tokenizer-path",
+    "--tokenizer-mode": "the model's files say how; leave it out",
+    "--log-level-http": "--log-level",
+    "--uvicorn-log-level": "--log-level",
+    "--num-speculative-tokens": "--speculative-num-steps",
     "--speculative-config": "--speculative-algorithm and the flags beside it",
-    "--random-seed": "give a seed with each request",
+    "--random-seed": _SEEDS,
+    "--seed": _SEEDS,
 }
 
 

@@ -25,6 +25,7 @@ def option(
     help: str,
     *,
     choices: Sequence[str] | None = None,
+    otherwise: str = "",
     internal: bool = False,
     aliases: Sequence[str] = (),
     secret: bool = False,
@@ -39,6 +40,7 @@ def option(
         default: Value when neither flag nor variable is given.
         help: A sentence for --help and docs/flags.md.
         choices: Allowed values of a string.
+        otherwise: What to do for a value that is none of them.
         internal: The field wires services together; `foredraft serve` sets it itself and hides it.
         aliases: Other flags with the same meaning, such as SGLang's newer names.
         secret: The value is handed to services by its variable alone: others can read a command
@@ -50,6 +52,7 @@ def option(
     metadata = {
         "help": help,
         "choices": choices,
+        "otherwise": otherwise,
         "internal": internal,
         "aliases": tuple(aliases),
         "secret": secret,
@@ -192,7 +195,10 @@ def given_values(
             for part in parts:
                 if part.strip().lower() not in folded:
                     named = ", ".join(filter(None, choices))  # an empty one is "none given"
-                    raise ConfigError(f"{source}: {part!r} is not one of {named}")
+                    told = filter(
+                        None, [f"{part!r} is not one of {named}", field.metadata["otherwise"]]
+                    )
+                    raise ConfigError(f"{source}: {'; '.join(told)}")
             value = ",".join(folded[part.strip().lower()] for part in parts)
         _check_bounds(value, field.metadata["least"], field.metadata["most"], source)
         values[field.name] = value

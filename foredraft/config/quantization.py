@@ -19,6 +19,7 @@ class QuantizationConfig:
         " fp8 and int8 with a scale for each output, int4 with zero points in groups. Embedding, LM"
         " head and norms stay as they are. A quantized checkpoint needs no flag.",
         choices=("unquant", "fp8", "int8", "int4"),
+        otherwise="a quantized checkpoint says itself how it is: leave it out",
     )
     quantization_group_size: str | None = option(
         None,

@@ -66,6 +66,11 @@ def test_the_help_of_serve_has_groups_examples_and_no_wiring(
         (["--modelpath=x"], "--modelpath=x\n  did you mean --model-path?\n"),
         (["--pp-size", "2"], "\n  instead of --pp-size give --tensor-parallel-size\n"),
         (["--max-model-len=99"], "\n  instead of --max-model-len give --context-length\n"),
+        (["--num-speculative-tokens=3"], "give --speculative-num-steps\n"),
+        (["--max-prefill-tokens=9"], "give --chunked-prefill-size\n"),
+        (["--disable-log-requests"], "--disable-log-requests: prompts are never logged; leave it"),
+        (["--generation-config", "vllm"], "--generation-config: is not read; requests have OpenAI"),
+        (["--quantization", "awq"], "int4; a quantized checkpoint says itself how it is: leave it"),
         (["--bogus", "-v", "3"], "unrecognized arguments: --bogus -v 3\nforedraft serve --help"),
     ],
 )
