@@ -312,10 +312,15 @@ class ChatReply(Reply):
     def deltas(
         self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
     ) -> list[dict[str, Any]]:
-        delta: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
-        delta |= self._content(index, chunk)
-        logprobs = self._logprobs(chunk.tokens)
-        return [{"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)}]
+        found: list[dict[str, Any]] = []
+        if is_first:
+            # By itself, as OpenAI has it: its clients join a choice's first event in another way.
+            common = self._common(index, Chunk(chunk.index), body)
+            role = {"role": "assistant", "content": ""}
+            found.append({"delta": role, "logprobs": None, **common})
+        delta, logprobs = self._content(index, chunk), self._logprobs(chunk.tokens)
+        found.append({"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)})
+        return found
 
     def _content(self, index: int, chunk: Chunk) -> dict[str, Any]:
         """Returns what a chunk adds: reasoning, text, calls, any or none of them."""

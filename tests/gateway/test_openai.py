@@ -238,6 +238,29 @@ def test_log_probabilities_of_chats(client: openai.OpenAI) -> None:
         assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
 
 
+def test_a_chats_stream_begins_with_the_role_alone(client: openai.OpenAI) -> None:
+    asked: Any = {"messages": CHAT, "n": 2, "logprobs": True, **FIXED, "max_tokens": 8}
+    firsts: dict[int, Any] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        firsts.setdefault(chunk.choices[0].index, chunk.choices[0])
+    assert sorted(firsts) == [0, 1]
+    for first in firsts.values():
+        assert first.delta.model_dump(exclude_unset=True) == {"role": "assistant", "content": ""}
+        assert first.logprobs is None
+    # The client's own way to join chunks takes the first one of the second choice twice.
+    with client.chat.completions.stream(**asked) as stream:
+        stream.until_done()
+        joined = stream.current_completion_snapshot
+    whole = client.chat.completions.create(**asked)
+    for found, expected in zip(joined.choices, whole.choices, strict=True):
+        assert found.logprobs is not None
+        assert expected.logprobs is not None
+        assert found.message.content == expected.message.content
+        assert [token.token for token in found.logprobs.content or ()] == [
+            token.token for token in expected.logprobs.content or ()
+        ]
+
+
 def test_echo(client: openai.OpenAI) -> None:
     plain = client.completions.create(prompt=PROMPT, **FIXED).choices[0].text
     assert client.completions.create(prompt=PROMPT, echo=True, **FIXED).choices[0].text == (
