@@ -26,7 +26,7 @@ from gateway.jobs import Job
 from gateway.openai import chats
 from gateway.openai.call_grammars import call_grammar
 from gateway.openai.prompt_logprobs import echoed
-from gateway.openai.response_format import ANY_OBJECT
+from gateway.openai.response_format import ANY_OBJECT, read_json
 from gateway.openai.tools import Convention, ToolUse, told
 from gateway.security.gate import Gate
 from gateway.serving import Serving, seed_or_random
@@ -230,6 +230,8 @@ def _grammar(given: inference_pb2.Grammar) -> Grammar | None:
     kind = given.WhichOneof("kind")
     if kind == "json_object":
         return ANY_OBJECT if given.json_object else None
+    if kind in ("json_schema", "structural_tag"):
+        read_json(getattr(given, kind), "grammar")
     return None if kind is None else Grammar(GrammarKind(kind), getattr(given, kind))
 
 

@@ -1,11 +1,11 @@
 """Converts functions and calls of the public gRPC to and from the OpenAI routes' form."""
 
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from foredraft.api.inference.v1 import inference_pb2
 from foredraft.errors import InvalidRequest
@@ -55,11 +55,11 @@ def function_use(chat: inference_pb2.ChatMessages) -> ToolUse | None:
 
 def _tool(given: inference_pb2.Function) -> Tool:
     try:
-        parameters: Any = json.loads(given.parameters or "null")
+        parameters: Any = from_json(given.parameters or "null", allow_inf_nan=False)
         function = Function(
             name=given.name, description=given.description or None, parameters=parameters
         )
-    except (ValueError, ValidationError, RecursionError):
+    except (ValueError, ValidationError):
         raise InvalidRequest("tools", f"the parameters of {given.name!r} are no schema") from None
     return Tool(type="function", function=function)
 

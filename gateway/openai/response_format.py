@@ -155,7 +155,7 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
     """
     if kind == "json":
         if isinstance(value, str):
-            _read_json(value, field)
+            read_json(value, field)
             return Grammar(GrammarKind.JSON_SCHEMA, value)
         return schema_grammar(value)
     if kind == "choice":
@@ -164,7 +164,7 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
         return Grammar(GrammarKind.REGEX, "|".join(map(re.escape, value)))
     if kind == "structural_tag":
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if not isinstance(_read_json(text, field), dict):
+        if not isinstance(read_json(text, field), dict):
             raise InvalidRequest(field, "must be the text of a JSON object")
         return Grammar(GrammarKind.STRUCTURAL_TAG, text)
     if kind == "json_object":
@@ -172,7 +172,13 @@ def _grammar(kind: str, value: Any, field: str) -> Grammar:
     return Grammar(GrammarKind.REGEX if kind == "regex" else GrammarKind.EBNF, value)
 
 
-def _read_json(text: str, field: str) -> Any:
+def read_json(text: str, field: str) -> Any:
+    """Parses the JSON of a grammar.
+
+    Raises:
+        InvalidRequest: It is none, or has what JSON has not, such as half a character; names
+            `field`.
+    """
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:

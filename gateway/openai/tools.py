@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, GrammarKind
 from gateway.bodies import Body, Items
@@ -332,15 +334,15 @@ def _calls(message: dict[str, Any], field: str) -> dict[str, Any]:
 def _arguments(given: Any) -> dict[str, Any] | str:
     """Returns a call's arguments as an object, which templates expect.
 
-    Text that is no JSON object, or was cut short, is returned unchanged.
+    Text that is no JSON object, was cut short, or has half a character is returned unchanged.
     """
     if given is None or isinstance(given, dict):
         return given or {}
     if not isinstance(given, str):
         raise TypeError("not an object")
     try:
-        value = json.loads(given or "{}")
-    except (ValueError, RecursionError):
+        value = from_json(given or "{}")
+    except ValueError:
         return given
     return value if isinstance(value, dict) else given
 

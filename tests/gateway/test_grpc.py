@@ -289,6 +289,37 @@ def test_reflection_in_both_versions(channel: grpc.Channel, version: str) -> Non
     assert described.file_descriptor_response.file_descriptor_proto
 
 
+HALF = r'{"const": "\ud83d"}'  # of a character
+HALF_TAGS = r'{"structures": [{"begin": "\ud83d"}], "triggers": ["\ud83d"]}'
+
+
+@pytest.mark.parametrize(
+    ("functions", "grammar", "field"),
+    [
+        ([HALF], {}, "chat.functions"),
+        (['{"maximum": NaN}'], {}, "chat.functions"),
+        ([], {"json_schema": HALF}, "sampling.grammar"),
+        (["{}"], {"json_schema": HALF}, "sampling.grammar"),
+        (["{}"], {"structural_tag": HALF_TAGS}, "sampling.grammar"),
+    ],
+)
+def test_json_that_has_half_a_character_is_refused(
+    tool_gateway: tuple[str, str], functions: list[str], grammar: dict[str, str], field: str
+) -> None:
+    asked = inference_pb2.GenerateRequest()
+    asked.chat.messages.add(role="user", content="Hi")
+    for parameters in functions:
+        asked.chat.functions.add(name="f", parameters=parameters)
+    for kind, text in grammar.items():
+        setattr(asked.sampling.grammar, kind, text)
+    with grpc.insecure_channel(tool_gateway[1]) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Generate(asked))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    assert refused.value.details().startswith(f"{field}: ")  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])
 def test_bytes_that_are_no_message(channel: grpc.Channel, method: str) -> None:
     made = channel.unary_stream if method == "Generate" else channel.unary_unary

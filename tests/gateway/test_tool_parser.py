@@ -142,9 +142,9 @@ def test_templates_that_know_no_tools_get_them_told() -> None:
     assert parsed[0] == messages[0]
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "none"])
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "none", r'{"a": "\ud83d"}'])
 def test_a_call_without_whole_arguments_can_be_sent_back(arguments: str) -> None:
-    """A model that max_tokens stopped has written one."""
+    """A model that max_tokens stopped has written one, or half a character."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     (parsed,), _ = told(messages, None, Convention.HERMES)
