@@ -107,7 +107,18 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def encode_event(item: Any) -> bytes:
     """Encodes an object as a server-sent event; bytes are returned unchanged."""
-    return item if isinstance(item, bytes) else f"data: {_encode(item)}\n\n".encode()
+    return item if isinstance(item, bytes) else f"data: {one_line(_encode(item))}\n\n".encode()
+
+
+def one_line(text: str) -> str:
+    """Escapes what ends a line for some clients, but not for JSON, in a text of JSON.
+
+    Those that look for lines in text, and not in bytes, as httpx does, would cut an event there.
+    """
+    if text.isascii():
+        return text
+    text = text.replace("\x85", "\\u0085")
+    return text.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 async def event_stream(

@@ -8,7 +8,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from gateway.decoding import Chunk
-from gateway.event_streams import encode_event
+from gateway.event_streams import encode_event, one_line
 from gateway.openai.replies import Reply
 from gateway.openai.schemas import GenerationBody
 
@@ -45,7 +45,7 @@ class PlainEvents:
         if template is None:
             template = self._templates[key] = self._make(index, chunk)
         head, tail = template
-        return head + encode_basestring(chunk.text).encode() + tail
+        return head + one_line(encode_basestring(chunk.text)).encode() + tail
 
     def _make(self, index: int, chunk: Chunk) -> tuple[bytes, bytes]:
         marked = Chunk(chunk.index, _MARK, chunk.tokens)

@@ -1,5 +1,6 @@
 """Events from templates are byte for byte those of the encoder."""
 
+import json
 import random
 from typing import Any
 
@@ -16,6 +17,8 @@ from testing import tiny_tokenizers
 TOKENIZER = Tokenizer(tiny_tokenizers.byte_level())
 BASE: dict[str, Any] = {"id": "a", "object": "b", "created": 1, "model": 'c "d"', "usage": None}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+# What ends a line for Python's str.splitlines, with which httpx finds the lines of a stream.
+BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 def bodies(**fields: Any) -> list[tuple[Reply, GenerationBody]]:
@@ -27,7 +30,7 @@ def bodies(**fields: Any) -> list[tuple[Reply, GenerationBody]]:
 
 def test_plain_events_are_what_the_encoder_gives() -> None:
     draw = random.Random(3)
-    alphabet = ["a", " ", '"', "\\", "\n", "\x00", "\u2028", "é", "🙂", "</script>", "text"]
+    alphabet = ["a", " ", '"', "\\", "\x00", *BREAKS, "é", "🙂", "</script>", "text"]
     for reply, body in bodies():
         events = PlainEvents(reply, body, BASE)
         for _ in range(300):
@@ -37,6 +40,13 @@ def test_plain_events_are_what_the_encoder_gives() -> None:
             chunk = Chunk(index, text, tokens)
             (choice,) = reply.deltas(index, 0, chunk, body, False)
             assert events.render(index, chunk) == encode_event({**BASE, "choices": [choice]})
+
+
+def test_an_event_is_one_line_for_every_client() -> None:
+    given = {"text": f"a{BREAKS}é", "choices": [{"key" + BREAKS: BREAKS}]}
+    line, after = encode_event(given).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == given
+    assert after == ""
 
 
 @pytest.mark.parametrize(
