@@ -109,17 +109,13 @@ async def _open_fronts(
     ]
 
     async def drain() -> None:
-        # Clients turn to another gateway behind the same address; what runs here goes on.
-        http.end_connections()
-        leaving.append(asyncio.create_task(rpc.stop(config.drain_timeout)))
+        http.end_connections()  # clients turn to another gateway; what runs here goes on
         health_task.cancel()
         for task in background:
             task.cancel()
         await serving.drain()
 
-    leaving: list[asyncio.Task[None]] = []
-    await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop)
-    await asyncio.gather(*leaving)
+    await serve(rpc, drain_timeout=config.drain_timeout, drain=drain, stop=stop, leaves=True)
     http.should_exit = True
     await http_task
     return 1 if health_task.done() and not health_task.cancelled() else 0

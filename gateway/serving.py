@@ -1,6 +1,7 @@
 """Shared state of all fronts: the served model, its tokenizer, and the checks that make jobs."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,9 @@ class _Opened(NamedTuple):
 class Serving:
     """The model behind the fronts. `open` it once it `can_open`.
 
+    Attributes:
+        started: Unix time.
+
     Raises:
         ConfigError: --chat-template cannot be read.
     """
@@ -61,6 +65,7 @@ class Serving:
         self._template = read_template(config.chat_template)
         self.bounds = Bounds(config.max_body_bytes, config.client_timeout)  # of HTTP clients
         self.pool = pool
+        self.started = int(time.time())
         self._opened: _Opened | None = None
         self._draining = False
 

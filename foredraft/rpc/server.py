@@ -199,6 +199,7 @@ async def serve(
     drain_timeout: float = 30.0,
     drain: Callable[[], Awaitable[None]] | None = None,
     stop: asyncio.Event | None = None,
+    leaves: bool = False,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains and stops.
 
@@ -207,17 +208,20 @@ async def serve(
         drain_timeout: Seconds for `drain`.
         drain: Called once health says NOT_SERVING; returns when what runs has ended.
         stop: Set to stop, instead of by the signals.
+        leaves: Whether clients are sent to another server behind the same address while `drain`
+            runs; calls that run go on.
     """
     event = stop or stop_event()
     await event.wait()
     await server.set_serving(False)
+    stopping = asyncio.create_task(server.stop(drain_timeout)) if leaves else None
     if drain is not None:
         try:
             async with asyncio.timeout(drain_timeout):
                 await drain()
         except TimeoutError:
             logger.warning("still busy after %g s of draining: stopping anyway", drain_timeout)
-    await server.stop()
+    await (server.stop() if stopping is None else stopping)
 
 
 async def wait_briefly(is_open: asyncio.Event) -> None:

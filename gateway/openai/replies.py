@@ -22,7 +22,7 @@ def model(serving: Serving) -> dict[str, Any]:
     return {
         "id": info.model,
         "object": "model",
-        "created": 0,
+        "created": serving.started,
         "owned_by": "foredraft",
         "max_model_len": info.context_length,
     }

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +26,9 @@ def joined(chunks: Iterable[Any]) -> str:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    models = list(client.models.list())
+    assert [model.id for model in models] == ["tiny"]
+    assert time.time() - 3600 < models[0].created <= time.time()
     assert client.models.retrieve("tiny").object == "model"
     with pytest.raises(openai.NotFoundError, match="other"):
         client.models.retrieve("other")
