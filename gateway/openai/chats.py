@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 
-from foredraft.errors import InvalidRequest
+from foredraft.errors import InvalidRequest, PromptTooLong
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import Grammar, GrammarKind, SamplingParams
 from gateway.jobs import Job
@@ -100,7 +100,16 @@ async def render(serving: Serving, body: ChatBody) -> Prompt:
         variables["continue_final_message"] = True
     if body.documents is not None:
         variables["documents"] = body.documents
-    ids = body.truncated(await serving.encode_chat(messages, **variables))
+    try:
+        ids = body.truncated(await serving.encode_chat(messages, **variables))
+    except PromptTooLong:
+        raise
+    except InvalidRequest as error:
+        if use is None or convention is not Convention.OWN or error.field != "messages":
+            raise
+        # The client did not ask for that message, which the template may not take.
+        why = f"with the system message that tells functions, {error.message}"
+        raise InvalidRequest("tools", why) from None
     form = _form(serving, body, ids, convention, use)
     if answer is not None and use is not None:
         form = replace(form, is_calls_or_text=not use.is_required)
