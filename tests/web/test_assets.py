@@ -120,7 +120,7 @@ def test_steps_tell_what_was_drafted_only_when_asked(kind: str) -> None:
                 CompletionReply(Tokenizer(), [], [[]]),
                 CompletionBody(prompt="", return_provenance=asked),
             )
-        delta = reply.deltas(0, 0, chunk, body, True)[0]
+        delta = reply.deltas(0, 0, chunk, body, True)[-1]  # behind the role of a chat
         assert ("steps" in delta) == ("provenance" in delta) == asked
         if asked:
             nodes = [("a", -1), ("b", 0), ("c", -1)]
