@@ -43,14 +43,14 @@ def exact(x, weight, scales, bias=None):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", [BF16, FP8])
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "units", "gated", "bias"),
+    ("kind", "rows", "outputs", "inputs", "units", "gated", "bias"),
     [  # with three pieces under way
-        (1, 64, 128, 1, False, False),
-        (3, 40, 1024, 4, False, True),  # three blocks of 16 outputs, the last one with 8
-        (8, 2 * 136, 256, 1, True, True),  # three tiles of 48 in a block
-        (5, 2 * 24, 1024, 1, True, False),
+        (BF16, 1, 64, 64, 1, False, False),
+        (FP8, 3, 40, 1024, 4, False, True),  # three blocks of 16 outputs, the last one with 8
+        (BF16, 8, 2 * 136, 256, 1, True, True),  # three tiles of 48 in a block
+        (FP8, 8, 2 * 136, 256, 1, True, True),
+        (BF16, 5, 2 * 24, 1024, 1, True, False),
     ],
 )
 def test_products(tmp_path, monkeypatch, kind, rows, outputs, inputs, units, gated, bias):
@@ -79,8 +79,7 @@ def test_parts_of_the_inputs_are_left_to_be_added_up(tmp_path, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", [BF16, FP8])
-@pytest.mark.parametrize(("head_dim", "units"), [(64, 8), (128, 2)])
+@pytest.mark.parametrize(("kind", "head_dim", "units"), [(BF16, 64, 8), (FP8, 128, 2)])
 def test_heads_are_rotated_and_stored(tmp_path, monkeypatch, kind, head_dim, units):
     emulate(monkeypatch, tmp_path, units)
     rows, num_heads, kv_heads, num_slots = 5, 2, 1, 40
