@@ -34,7 +34,7 @@ from verify_service.executor.ranks.workers import (
     JOIN_SECONDS,
     STREAM_PORT,
     Join,
-    group_class,
+    join_group,
     settings_of,
 )
 from verify_service.kv_type import kv_scales, kv_type
@@ -65,7 +65,7 @@ def main() -> int:
         store = _store(join)
         inbox, host = _inbox(join, store)
         threading.Thread(target=_beat, args=(inbox,), name="heartbeat", daemon=True).start()
-        group = group_class(config).join(join.rank, join.size, join.num_local, store, inbox, host)
+        group = join_group(config, join.rank, join.num_local, store, inbox, host)
         if isinstance(inbox, Board):
             inbox.group = group
         os.eventfd_write(join.joined, 1)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import fused
 from foredraft.parallel.group import SINGLE, Group
-from testing.gloo_ranks import NoLog
+from testing.cpu_ranks import NoLog
 from verify_service.executor.ranks.cuda_group import CudaGroup
 
 ROWS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096)

@@ -6,6 +6,7 @@
 
 static PyMethodDef *const tables[] = {
     pool_methods,
+    meeting_methods,
     product_methods,
     tile_methods,
     row_methods,
@@ -16,7 +17,12 @@ static PyMethodDef *const tables[] = {
 static const struct {
     const char *name;
     long value;
-} constants[] = {{"ATTENTION_BLOCK", BLOCK}, {"MOST_THREADS", MOST_THREADS}, {"TILE", TILE}};
+} constants[] = {
+    {"ATTENTION_BLOCK", BLOCK},
+    {"MEETING_PLACE", MEETING_PLACE},
+    {"MOST_THREADS", MOST_THREADS},
+    {"TILE", TILE},
+};
 
 static const char *const names[NUM_ISAS] = {"avx512", "avx2", "portable"};
 Isa isas[NUM_ISAS];

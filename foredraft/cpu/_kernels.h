@@ -12,12 +12,14 @@
 #include <stdint.h>
 
 extern PyMethodDef pool_methods[];
+extern PyMethodDef meeting_methods[];
 extern PyMethodDef product_methods[];
 extern PyMethodDef tile_methods[];
 extern PyMethodDef row_methods[];
 extern PyMethodDef attention_methods[];
 extern PyMethodDef sampling_methods[];
 
+#define MEETING_PLACE 64 /* bytes of a process; see _meeting.c */
 #define TILE 32 /* outputs of a tile of quantised weights; see _tiles.c */
 
 /* Instruction sets with kernels of their own. */

@@ -3,11 +3,13 @@ import numpy.typing as npt
 
 KERNELS: tuple[str, ...]
 ATTENTION_BLOCK: int
+MEETING_PLACE: int
 MOST_THREADS: int
 TILE: int
 
 def set_num_threads(number: int, /) -> None: ...
 def get_num_threads() -> int: ...
+def meet(places: int, rank: int, size: int, number: int, nanoseconds: int, /) -> int: ...
 def multiply(
     x: int,
     weight: int,

@@ -3,6 +3,7 @@ rank computes.
 """
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from foredraft.parallel.group import SINGLE, Group, SingleRank, share
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from testing.checkpoints import ARCHITECTURES, make_checkpoint
-from testing.gloo_ranks import run_ranks
+from testing.cpu_ranks import Way, run_ranks
 
 CPU = torch.device("cpu")
 PROMPT = [5, 3, 8, 1, 9, 2, 6, 4, 7, 11, 13]
@@ -92,8 +93,9 @@ def add_up(group: Group, out: str) -> None:
     save_file({"own": own, **sums}, f"{out}/{group.rank}.safetensors")
 
 
-def test_sums_are_in_the_order_of_the_ranks_and_rounded_once(tmp_path: Path) -> None:
-    run_ranks(3, tmp_path, add_up, str(tmp_path))
+@pytest.mark.parametrize("way", get_args(Way))
+def test_sums_are_in_the_order_of_the_ranks_and_rounded_once(tmp_path: Path, way: Way) -> None:
+    run_ranks(3, tmp_path, add_up, str(tmp_path), way=way)
     found = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(3)]
     first, second, third = (each["own"].numpy() for each in found)
     want = torch.from_numpy((first + second) + third)

@@ -19,7 +19,7 @@ from foredraft.parallel.group import SINGLE, Group
 from foredraft.parallel.peer_memory import PROGRAMS, PeerMemory, num_bytes
 from foredraft.telemetry.metrics import value
 from testing.checkpoints import make_checkpoint
-from testing.gloo_ranks import NoLog, run_ranks
+from testing.cpu_ranks import NoLog, run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
 from tests.parallel.test_group import logits_of
 from verify_service.executor.ranks.board import Board

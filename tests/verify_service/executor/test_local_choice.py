@@ -14,7 +14,7 @@ from foredraft.parallel.group import Group
 from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.sampling import choose
 from foredraft.types import NO_TOKEN, SamplingParams
-from testing.gloo_ranks import run_ranks
+from testing.cpu_ranks import run_ranks
 from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.choice import LocalLogits
 

@@ -1,4 +1,4 @@
-"""Captured steps of two ranks, without graphs and over gloo, in Triton's interpreter: the engine's
+"""Captured steps of two ranks, without graphs and on a CPU, in Triton's interpreter: the engine's
 tokens are one rank's.
 """
 
@@ -16,8 +16,8 @@ from foredraft.config.services import VerifyConfig
 from foredraft.parallel.group import Group
 from foredraft.types import SamplingParams
 from testing.checkpoints import make_checkpoint
+from testing.cpu_ranks import run_ranks
 from testing.engines import Job, running_engine
-from testing.gloo_ranks import run_ranks
 from testing.triton_device import INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")]

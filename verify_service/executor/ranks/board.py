@@ -1,5 +1,5 @@
-"""Memory that all ranks of one host share: a ring of messages from rank 0, and the progress of each
-rank.
+"""Memory that all ranks of one host share: a ring of messages from rank 0, the progress of each
+rank, and room for what they exchange on CPUs.
 
 It is an unnamed file, which goes with the last process that has it open.
 """
@@ -14,8 +14,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from verify_service.executor.ranks import host_memory
+
 RING_BYTES = 8 << 20
 _WORD = 8
+_PAGE = mmap.PAGESIZE
 _WRAP = -1  # instead of a message's length: the next message begins at the ring's start
 # A sleeping reader looks again after this long, in case it missed a wake-up.
 _NAP_SECONDS = 0.05
@@ -147,9 +150,14 @@ class Board:
     def create(cls, size: int, num_local: int | None = None) -> "Board":
         """Creates a board for rank 0."""
         file = os.memfd_create("foredraft-ranks")
-        os.ftruncate(file, (_FIRST_RANK + _COLUMNS * size) * _WORD + RING_BYTES)
+        os.ftruncate(file, _exchange_begin(size) + host_memory.num_bytes(size))
         bells = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(size)]
         return cls(file, bells, 0, size, num_local)
+
+    @property
+    def exchange(self) -> memoryview:
+        """Memory for `HostMemory`; no rank of another host has it."""
+        return memoryview(self._map)[_exchange_begin(self.size) :]
 
     def write(self, message: bytes) -> None:
         """Sends a message to all other ranks; waits while the ring has no room.
@@ -262,3 +270,8 @@ class Board:
             own[_SLEEPS] = 0
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.bells[self.rank])
+
+
+def _exchange_begin(size: int) -> int:
+    """Returns where the memory for exchanges begins, behind the ring of a board of `size` ranks."""
+    return -(-((_FIRST_RANK + _COLUMNS * size) * _WORD + RING_BYTES) // _PAGE) * _PAGE

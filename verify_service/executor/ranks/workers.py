@@ -27,8 +27,9 @@ from foredraft.models.provenance import model_checksum
 from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import signal_name
 from verify_service.executor.ranks import messages
-from verify_service.executor.ranks.board import Board
+from verify_service.executor.ranks.board import Board, Inbox
 from verify_service.executor.ranks.group import ProcessGroup
+from verify_service.executor.ranks.host_group import HostGroup
 from verify_service.executor.ranks.stream import Streams
 from verify_service.executor.ranks.watchdog import RankWatchdog
 
@@ -63,13 +64,27 @@ _ALIKE = (
 logger = logging.getLogger(__name__)
 
 
-def group_class(config: VerifyConfig) -> type[ProcessGroup]:
-    """Returns the class of groups that connect ranks on the configured device."""
-    if device_for(config.device).type == "cpu":
-        return ProcessGroup
-    from verify_service.executor.ranks.cuda_group import CudaGroup  # needs torch with CUDA
+def join_group(
+    config: VerifyConfig, rank: int, num_local: int, store: TCPStore, inbox: Inbox, host: str
+) -> ProcessGroup:
+    """Joins the other ranks on the configured device, and waits until all have joined.
 
-    return CudaGroup
+    Args:
+        config: Configuration of the verifier.
+        rank: Number of this rank.
+        num_local: Number of ranks on each host.
+        store: Store that ranks use to find each other.
+        inbox: Board, or what replaces it on other hosts than rank 0's; records each collective.
+        host: Address at which the others reach this host.
+    """
+    size = config.tensor_parallel_size
+    if device_for(config.device).type == "cuda":
+        from verify_service.executor.ranks.cuda_group import CudaGroup  # needs torch with CUDA
+
+        return CudaGroup.join(rank, size, num_local, store, inbox, host)
+    if isinstance(inbox, Board) and num_local == size:
+        return HostGroup(rank, size, inbox.exchange, inbox)
+    return ProcessGroup.join(rank, size, num_local, store, inbox, host)
 
 
 def settings_of(config: VerifyConfig) -> dict[str, str]:
@@ -275,7 +290,7 @@ class Ranks:
             for stream in board.streams:
                 stream.close()
             raise
-        group = group_class(config).join(0, size, num_local, store, board, host)
+        group = join_group(config, 0, num_local, store, board, host)
         board.group = group
         watchdog.watch_group(group)
         others = [f"pid {process.pid}" for process in workers.processes]
