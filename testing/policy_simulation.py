@@ -141,6 +141,7 @@ class _Run:
         self._noise = noise
         self._answer = answer
         self._are_alike, self._seed = are_alike, rng.getrandbits(32)
+        self._draw = (-1, 0.0)  # a step's number, and what all of its sequences draw
         self._answers: list[Answer] = []
         self._acceptance = (0.0, 0.0)
         self._tree = {one: i for i, one in enumerate(zip(*tree_shape(model.tree), strict=True))}
@@ -298,8 +299,10 @@ class _Run:
 
     def _alike(self, mean: float) -> int:
         """Returns the number of right nodes in a step: `mean` on average, rounded up or down."""
-        draw = random.Random(self._seed + len(self.trace.steps)).random()
-        return int(mean + draw)
+        number = len(self.trace.steps)
+        if self._draw[0] != number:
+            self._draw = number, random.Random(self._seed + number).random()
+        return int(mean + self._draw[1])
 
     def _land(self) -> None:
         if self._late is not None:

@@ -35,7 +35,9 @@ class SizeBins:
         self.squares = 2 * np.array(self.sizes) - self.widths
         # A tree that ends within a bin counts as an outcome of the whole bin.
         nodes = range(1, self.sizes[-1] + 1)
-        self.num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes)]
+        num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes)]
+        # By number of nodes: 1 for each bin that a tree tells of, else 0.
+        self.told = np.tri(len(self) + 1, len(self), -1)[num_told]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -78,8 +80,8 @@ class Acceptance:
         self._own_prior = own or config.prior_outcomes
         self._config = config
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
-        self._hits, self._before = np.zeros((2, num_pools, size))
-        self._own_hits, self._own_tries = np.zeros((2, 64, size))
+        # Accepted nodes, and what they are counted against: [pools or rows, 2, bins].
+        self._pools, self._own = np.zeros((num_pools, 2, size)), np.zeros((64, 2, size))
         self._free = list(range(63, NOTHING, -1))
         self._pending: list[tuple[int, int, int, Collection[int]]] = []
         self._doubt = Doubt(config)
@@ -120,21 +122,22 @@ class Acceptance:
         known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
         ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
         prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
-        hits, tries = self._own_hits[own], self._own_tries[own] + prior[:, None]
-        gains, before = np.empty_like(ratios), np.ones(len(own))
-        for column, ratio, hit, tried in zip(gains.T, ratios.T, hits.T, tries.T, strict=True):
+        hits, tries = self._own[own].transpose(1, 2, 0)
+        before, columns = np.ones(len(own)), []
+        for ratio, hit, tried in zip(ratios.T, hits, tries + prior, strict=True):
             before = (hit + prior * before * ratio) / tried
-            column[:] = before
-        return falling(np.minimum(gains, self.bins.widths), self.bins.widths)
+            columns.append(before)
+        gains = np.minimum(np.array(columns).T, self.bins.widths, order="C")
+        return falling(gains, self.bins.widths)
 
     def evidence(self, groups: Collection[int]) -> float:
         """Returns the number of outcomes of the group of sequences that has fewest."""
-        return float(self._before[list(groups), 0].min())
+        return float(self._pools[list(groups), 1, 0].min())
 
     @property
     def num_outcomes(self) -> float:
         """Number of outcomes behind the estimates; old outcomes count less."""
-        return float(self._before[:, 0].sum())
+        return float(self._pools[:, 1, 0].sum())
 
     def record(
         self,
@@ -151,7 +154,7 @@ class Acceptance:
             if not self._free:
                 self._grow()
             row = history.tracks[key] = self._free.pop()
-            self._own_hits[row] = self._own_tries[row] = 0.0
+            self._own[row] = 0.0
         self._pending.append((row, self.pool(history, confidence), num_nodes, accepted))
 
     def forget(self, history: DraftHistory, draft: int) -> None:
@@ -169,8 +172,7 @@ class Acceptance:
             return
         kept = math.exp(-self._unaged / self._config.forget_seconds)
         self._unaged = 0.0
-        self._hits *= kept
-        self._before *= kept
+        self._pools *= kept
         self._ratios.clear()
 
     def learn(self, most: int = 0) -> bool:
@@ -180,15 +182,17 @@ class Acceptance:
         bins, config, pending = self.bins, self._config, self._pending
         if len(pending) <= most:
             return False
-        hits, told = np.zeros((2, len(pending), len(bins)))
-        for i, (_, _, num_nodes, accepted) in enumerate(pending):
-            told[i, : bins.num_told[min(num_nodes, bins.sizes[-1])]] = 1.0
-            for node in accepted:
-                if node < num_nodes:
-                    hits[i, bins.bin_of[node]] += 1.0
+        rows, pools, sizes, _ = zip(*pending, strict=True)
+        told, size = bins.told[np.minimum(sizes, bins.sizes[-1])], len(bins)
+        places = [
+            i * size + bins.bin_of[node]
+            for i, (_, _, num_nodes, accepted) in enumerate(pending)
+            for node in accepted
+            if node < num_nodes
+        ]
+        hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
         before = told.copy()
         before[:, 1:] *= hits[:, :-1]
-        rows, pools, _, _ = zip(*pending, strict=True)
         gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
@@ -208,14 +212,13 @@ class Acceptance:
         self._variance = kept**2 * self._variance + share * float(spreads.sum())
         if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
             self._surplus = self._variance = 0.0
-            self._hits[:] = self._before[:] = self._own_hits[:] = self._own_tries[:] = 0.0
+            self._pools[:] = self._own[:] = 0.0
             self._doubt = Doubt(config)
         own, pooled = 1 - told / config.own_memory, 1 - weight * told / config.pool_memory
+        shown = weight * _pairs(hits, before)
         for sums, left, new in (
-            *zip((self._own_hits[row] for row in rows), own, hits, strict=True),
-            *zip((self._own_tries[row] for row in rows), own, told, strict=True),
-            *zip((self._hits[pool] for pool in pools), pooled, weight * hits, strict=True),
-            *zip((self._before[pool] for pool in pools), pooled, weight * before, strict=True),
+            *zip((self._own[row] for row in rows), own, _pairs(hits, told), strict=True),
+            *zip((self._pools[pool] for pool in pools), pooled, shown, strict=True),
         ):
             sums *= left
             sums += new
@@ -231,12 +234,12 @@ class Acceptance:
 
     def _new_ratio(self, pool: int, deviations: float) -> Array:
         config, widths, prior = self._config, self.bins.widths, self._config.prior_outcomes
-        hits, before = self._hits[pool], self._before[pool]
+        hits, before = self._pools[pool]
         confidence, group = divmod(pool, 2)
         first = min(config.prior_match * confidence, 1.0) if confidence else config.prior_chance
         least = self.bins.chains[int(100 * first), 0]
         if group:
-            greedy, tries = self._hits[pool - 1, 0], self._before[pool - 1, 0]
+            greedy, tries = self._pools[pool - 1, :, 0]
             least = (greedy + prior * least) / (tries + prior)
         density = (hits[0] + prior * least) / (before[0] + prior) / widths[0]
         if confidence:
@@ -256,17 +259,24 @@ class Acceptance:
         return ratio
 
     def _grow(self) -> None:
-        size, both = len(self._own_hits), (self._own_hits, self._own_tries)
-        self._own_hits, self._own_tries = (np.vstack([one, np.zeros_like(one)]) for one in both)
+        size = len(self._own)
+        self._own = np.concatenate([self._own, np.zeros_like(self._own)])
         self._free = list(range(2 * size - 1, size - 1, -1))
+
+
+def _pairs(first: Array, second: Array) -> Array:
+    """Returns rows of both [n, bins] as [n, 2, bins]."""
+    pairs = np.empty((len(first), 2, first.shape[1]))
+    pairs[:, 0], pairs[:, 1] = first, second
+    return pairs
 
 
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
-    density = gains / widths
+    density, wide = gains / widths, widths.tolist()
     for i in np.flatnonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1)):
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
-        for gain, width in zip(gains[i], widths, strict=True):
+        for gain, width in zip(gains[i].tolist(), wide, strict=True):
             count = 1
             while blocks and gain * blocks[-1][1] > blocks[-1][0] * width:
                 before, nodes, bins = blocks.pop()

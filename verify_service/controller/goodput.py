@@ -255,8 +255,8 @@ class Goodput:
             token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
             burden = np.where(is_far, token * behind, 0.0)
             burden = burden / np.clip(left, 1, self.config.payback_steps)
-            left_over = np.maximum(np.cumsum(gains, axis=1) - burden[:, None], 0.0)
-            gains = np.diff(left_over, axis=1, prepend=0.0)  # taken from the likeliest nodes first
+            gains = np.maximum(np.cumsum(gains, axis=1) - burden[:, None], 0.0)
+            gains[:, 1:] -= gains[:, :-1].copy()  # taken from the likeliest nodes first
         return gains
 
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:

@@ -103,7 +103,7 @@ def test_sequences_that_end_give_their_rows_back() -> None:
         history = DraftHistory()
         acceptance.record(history, 0, 2, [0], 0)
         acceptance.forget(history, 0)
-    assert len(acceptance._own_hits) == 64
+    assert len(acceptance._own) == 64
     held = [DraftHistory() for _ in range(200)]
     for history in held:
         acceptance.record(history, 0, 2, [0], 0)
