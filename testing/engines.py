@@ -14,9 +14,11 @@ from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.drafts import DraftProcess, ForkedDraft
+from testing.forked import ForkedModule
 from verify_service.attach.links import connect_drafts
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
+from verify_service.executor.ranks.workers import Workers
 from verify_service.metrics import speculation_metrics
 from verify_service.outputs import Finish, Load, StepOutput, TokenLogprob
 from verify_service.startup import build_engine, load_target
@@ -173,6 +175,22 @@ def accept_length(results: Sequence[Result]) -> float:
 
 
 @contextlib.contextmanager
+def _ranks_forked(are_forked: bool) -> Iterator[None]:
+    """Forks the processes of ranks that are started meanwhile; torch alone takes seconds."""
+
+    def forked(workers: Workers, descriptors: Sequence[int]) -> ForkedModule:
+        return ForkedModule(workers.module, descriptors=descriptors)
+
+    launch = Workers.launch
+    if are_forked:
+        Workers.launch = forked  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Workers.launch = launch  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
 def running_engine(
     model_path: Path, algorithm: str = "NONE", wait: bool = True, **flags: Any
 ) -> Iterator[Harness]:
@@ -207,7 +225,8 @@ def running_engine(
             flags["draft"] = tuple(f"{name}={draft.target}" for name, draft in drafts.items())
         config = resolve(VerifyConfig(**flags))
         metrics = speculation_metrics(config.algorithms)
-        target = load_target(config)
+        with _ranks_forked(config.device == "cpu"):
+            target = load_target(config)
         links = connect_drafts(config, target, metrics)
         engine = build_engine(config, target, metrics, links)
         engine.start()

@@ -3,8 +3,10 @@ done nothing else.
 """
 
 import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.reduction
 import os
 import runpy
 import signal
@@ -14,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import IO
+from typing import IO, Any
 
 from foredraft.rpc.lifetime import PARENT_VARIABLE
 
@@ -48,9 +50,11 @@ class ForkedModule:
         arguments: Its arguments.
         environment: Environment variables; by default this process's.
         has_pipe: Whether its output is a pipe, and it has a process group of its own.
+        descriptors: Descriptors of this process that it has under the same numbers; with them its
+            input is a pipe, too.
 
     Attributes:
-        stdout: The pipe; None without one.
+        stdout, stdin: The pipes; None without one.
     """
 
     def __init__(
@@ -59,14 +63,23 @@ class ForkedModule:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         has_pipe: bool = False,
+        descriptors: Sequence[int] | None = None,
     ) -> None:
         variables = dict(os.environ if environment is None else environment)
         reader, writer = context().Pipe(duplex=False) if has_pipe else (None, None)
+        self.stdin: IO[bytes] | None = None
+        given = {number: _Descriptor(number) for number in descriptors or ()}
+        if descriptors is not None:
+            own, its = os.pipe()
+            given[0] = _Descriptor(own)
+            self.stdin = open(its, "wb")  # noqa: SIM115
         self._process = context().Process(
-            target=_run_module, args=(module, arguments, variables, writer)
+            target=_run_module, args=(module, arguments, variables, writer, given)
         )
         with _lock:
             self._process.start()
+        if descriptors is not None:
+            os.close(own)
         assert self._process.pid is not None
         self.pid = self._process.pid
         self.stdout: IO[bytes] | None = None
@@ -103,6 +116,19 @@ class ForkedModule:
         return status
 
 
+class _Descriptor:
+    """A descriptor that goes to a new process, where it may have another number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getstate__(self) -> Any:
+        return multiprocessing.reduction.DupFd(self.number)
+
+    def __setstate__(self, sent: Any) -> None:
+        self.number = sent.detach()
+
+
 def forked(command: Sequence[str], environment: Mapping[str, str]) -> ForkedModule:
     """Starts `python -m MODULE ARGUMENTS` with a pipe, in place of `Supervisor.launch`."""
     _, flag, module, *arguments = command
@@ -115,6 +141,7 @@ def _run_module(
     arguments: tuple[str, ...],
     environment: Mapping[str, str],
     output: Connection | None,
+    given: Mapping[int, _Descriptor],
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -126,6 +153,12 @@ def _run_module(
             os.dup2(output.fileno(), number)
         output.close()
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # First all of them to numbers that nobody has, since one may have another's.
+    moved = {number: fcntl.fcntl(one.number, fcntl.F_DUPFD, 1000) for number, one in given.items()}
+    for number, one in moved.items():
+        os.dup2(one, number)
+    if 0 in given:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.modules.pop(f"{module}.__main__", None)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,11 +176,7 @@ class Workers:
             board: Board of rank 0; None on other hosts.
         """
         file, bells = (-1, []) if board is None else (board.file, board.bells)
-        process = subprocess.Popen(
-            [sys.executable, "-m", self.module],
-            stdin=subprocess.PIPE,
-            pass_fds=[self._joined, *bells, *([] if board is None else [file])],
-        )
+        process = self.launch([self._joined, *bells, *([] if board is None else [file])])
         assert process.stdin is not None
         self.ranks.append(rank)
         self.processes.append(process)
@@ -191,6 +188,13 @@ class Workers:
         with contextlib.suppress(BrokenPipeError):  # `ended` reports the process
             process.stdin.write(join.text().encode())
             process.stdin.flush()
+
+    def launch(self, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Starts a process that has these descriptors, and a pipe as its standard input; tests
+        replace this method.
+        """
+        command = [sys.executable, "-m", self.module]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors)
 
     def have_joined(self) -> bool:
         """Returns whether all of them have joined the other ranks."""
