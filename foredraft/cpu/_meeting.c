@@ -1,7 +1,7 @@
 /* Meetings of processes in shared memory: each says how far it has come, and waits for the others.
  *
- * Who waits sleeps almost at once, since the core that it would spin on may be the one that the
- * others need. Where there are no futexes it looks now and then. */
+ * Who waits sleeps at once, since the core that it would spin on may be the one that the others
+ * need. Where there are no futexes it looks now and then. */
 #include "_kernels.h"
 
 #include <limits.h>
