@@ -75,7 +75,7 @@ def children_of(pid: int) -> dict[str, int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            command = stat.with_name("cmdline").read_text().split("\0")
+            command = stat.with_name("cmdline").read_bytes().decode(errors="replace").split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
         if parent == pid and "-m" in command:

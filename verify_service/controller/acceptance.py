@@ -191,8 +191,7 @@ class Acceptance:
             if node < num_nodes
         ]
         hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
-        before = told.copy()
-        before[:, 1:] *= hits[:, :-1]
+        before = np.hstack((told[:, :1], told[:, 1:] * hits[:, :-1]))
         gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
@@ -215,9 +214,9 @@ class Acceptance:
             self._pools[:] = self._own[:] = 0.0
             self._doubt = Doubt(config)
         own, pooled = 1 - told / config.own_memory, 1 - weight * told / config.pool_memory
-        shown = weight * _pairs(hits, before)
+        shown = weight * np.stack((hits, before), 1)
         for sums, left, new in (
-            *zip((self._own[row] for row in rows), own, _pairs(hits, told), strict=True),
+            *zip((self._own[row] for row in rows), own, np.stack((hits, told), 1), strict=True),
             *zip((self._pools[pool] for pool in pools), pooled, shown, strict=True),
         ):
             sums *= left
@@ -262,13 +261,6 @@ class Acceptance:
         size = len(self._own)
         self._own = np.concatenate([self._own, np.zeros_like(self._own)])
         self._free = list(range(2 * size - 1, size - 1, -1))
-
-
-def _pairs(first: Array, second: Array) -> Array:
-    """Returns rows of both [n, bins] as [n, 2, bins]."""
-    pairs = np.empty((len(first), 2, first.shape[1]))
-    pairs[:, 0], pairs[:, 1] = first, second
-    return pairs
 
 
 def falling(gains: Array, widths: Array) -> Array:

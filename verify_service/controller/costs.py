@@ -206,15 +206,11 @@ def _line(waits: Sequence[tuple[int, Collection[float]]], levels: int) -> float:
         levels: Number of levels.
     """
     points = [(-1, 0.0, 1), *((level, statistics.median(one), len(one)) for level, one in waits)]
-    total, middle, mean = 0, 0.0, 0.0
-    for level, seconds, weight in points:
-        total, middle, mean = total + weight, middle + weight * level, mean + weight * seconds
-    middle, mean = middle / total, mean / total
-    spread, slope = 0.0, 0.0
-    for level, seconds, weight in points:
-        more = level - middle
-        spread, slope = spread + weight * more**2, slope + weight * more * (seconds - mean)
-    slope /= spread
+    total = sum(weight for *_, weight in points)
+    middle = sum(weight * level for level, _, weight in points) / total
+    mean = sum(weight * seconds for _, seconds, weight in points) / total
+    spread = sum(weight * (level - middle) ** 2 for level, _, weight in points)
+    slope = sum(w * (level - middle) * (seconds - mean) for level, seconds, w in points) / spread
     return max(mean + max(slope, 0.0) * (levels - middle), 0.0)
 
 
