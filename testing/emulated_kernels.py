@@ -10,14 +10,14 @@ from foredraft.layers.cuda_programs import Argument, Constants, Tiles
 
 _LAYERS = Path(cuda_programs.__file__).parent
 _NATIVE = Path(__file__).parent / "native"
-_MOST_SHARED = 227 * 1024
 
 
-class Emulated:
-    """Compiles and runs a kernel of a file, in place of `cuda_programs.Program`."""
+class Emulated(cuda_programs.Program):
+    """A kernel that this CPU runs; what it needs for that goes to a folder."""
 
     def __init__(self, folder: Path, file: str, name: str) -> None:
-        self._folder, self._file, self._name = folder, file, name
+        super().__init__(file, name)
+        self._folder = folder
 
     def is_ready(self, constants: Constants) -> bool:
         """See Program."""
@@ -32,7 +32,7 @@ class Emulated:
         arguments: tuple[Argument, ...],
     ) -> None:
         """See Program; tensors get what the kernel wrote."""
-        assert shared_bytes <= _MOST_SHARED
+        assert shared_bytes <= cuda_programs.MOST_SHARED
         macros = constants | {
             "KERNEL_FILE": f'"{self._file}"', "KERNEL_NAME": self._name,
             "NUM_ARGUMENTS": len(arguments),

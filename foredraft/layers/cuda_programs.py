@@ -24,8 +24,11 @@ _FOLDER = Path(__file__).parent
 _COMMON = "native_common.cuh"
 _CAPABILITY = (9, 0)  # whose matrix units give the bits of the Triton kernels
 _LEAST_NVRTC = (13, 0)  # version that the kernels have run with
-_TILE_BYTES = 128  # of each line
-_MOST_SHARED = 227 * 1024  # bytes of shared memory that a block may have
+TILE_BYTES = 128  # of each line
+MOST_SHARED = 227 * 1024  # bytes of shared memory that a block may have
+# With so many two blocks never share a multiprocessor: those that start before the kernel ahead has
+# ended would go to the few that are free.
+ALONE_SHARED = 116 * 1024
 _OPTIONS = (b"--gpu-architecture=sm_90a", b"--std=c++17")
 
 Constants = dict[str, int]  # values of a file's macros
@@ -197,7 +200,7 @@ def _tensor_map(pointer: int, num_lines: int, columns: int, itemsize: int, lines
 
     types = driver.CUtensorMapDataType
     sizes = [driver.cuuint64_t(columns), driver.cuuint64_t(num_lines)]
-    box = [driver.cuuint32_t(_TILE_BYTES // itemsize), driver.cuuint32_t(lines)]
+    box = [driver.cuuint32_t(TILE_BYTES // itemsize), driver.cuuint32_t(lines)]
     return _checked(
         driver.cuTensorMapEncodeTiled(
             types.CU_TENSOR_MAP_DATA_TYPE_UINT8 if itemsize == 1
@@ -222,7 +225,7 @@ def _function(binary: bytes, name: str) -> Any:
         driver.cuModuleGetFunction(_checked(driver.cuModuleLoadData(binary)), name.encode())
     )
     room = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, room, _MOST_SHARED))
+    _checked(driver.cuFuncSetAttribute(function, room, MOST_SHARED))
     return function
 
 

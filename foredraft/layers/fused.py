@@ -134,8 +134,8 @@ def _norm_of_ranks(
         0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
         BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
         SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        maxnreg=registers, EARLY=reader is not None and num_rows <= reader.early_rows,
-        **constants_of(exchange), **overlapped(x.device),
+        maxnreg=registers, EARLY=_is_early(reader, num_rows), **constants_of(exchange),
+        **overlapped(x.device),
     )  # fmt: skip
 
 
@@ -198,11 +198,15 @@ def _norm(
         0 if copy is None else copy.stride(0), size, eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
         COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
-        ROUNDS=0 if rounds is None else rounds or 1,
-        EARLY=reader is not None and num_rows <= reader.early_rows,
+        ROUNDS=0 if rounds is None else rounds or 1, EARLY=_is_early(reader, num_rows),
         num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
     )  # fmt: skip
     return rounded
+
+
+def _is_early(reader: LinearMethod | None, num_rows: int) -> bool:
+    """Returns whether the kernel behind a norm should start before the norm has waited."""
+    return reader is not None and num_rows <= reader.early_rows
 
 
 def angles(

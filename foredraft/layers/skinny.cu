@@ -23,7 +23,7 @@
 #define THREADS (GROUPS * 128 + 32)
 #define BARRIER_BYTES 1024
 #define FACTORS (HALVES * OWN)  // scales of outputs, and as many biases
-#define FACTOR_BYTES ((2 * FACTORS + ROWS) * 4 + 1023) / 1024 * 1024
+#define FACTOR_BYTES (((2 * FACTORS + ROWS) * 4 + 1023) / 1024 * 1024)
 // Lines of a copy: heads need pairs of outputs half a head apart.
 #define COPY_LINES (HEAD_DIM ? OWN / 2 : OWN)
 #define PAIRS ((ROWS * OWN / 2 + GROUPS * 128 - 1) / (GROUPS * 128))  // of a thread

@@ -14,7 +14,7 @@ from foredraft.layers.cuda_programs import Tiles
 from foredraft.layers.heads import Heads
 
 MOST_ROWS = 8
-_LOT = 128  # bytes of a line that are copied at a time
+_LOT = cuda_programs.TILE_BYTES
 _MOST_LOTS = 4  # of a piece
 _ALIGNMENT = 16  # bytes, of what the copy engine reads
 _TILE = 64  # outputs of a tile
@@ -26,9 +26,6 @@ _PIECE = 20 * 1024  # bytes of a piece, if one lot is not more
 _RING = 200 * 1024  # bytes of all pieces under way, if three are not more
 _LEAST_STAGES = 3
 _BARRIER_BYTES = 1024
-# Bytes of shared memory of a block with which two of them never share a multiprocessor: those that
-# start before the kernel ahead has ended would go to the few that are free.
-_LEAST_SHARED = 116 * 1024
 
 _PROGRAM = cuda_programs.Program("skinny.cu", "multiply_few_rows")
 
@@ -181,4 +178,4 @@ def plan(
     factors = -(-(2 * halves * groups * lines + MOST_ROWS) * 4 // 1024) * 1024
     # A tile of fewer outputs reads beyond its end.
     shared_bytes = _BARRIER_BYTES + factors + stages * stage_bytes + (_TILE - lines) * _LOT
-    return Plan(lines, groups, lots, stages, max(_LEAST_SHARED, shared_bytes))
+    return Plan(lines, groups, lots, stages, max(cuda_programs.ALONE_SHARED, shared_bytes))

@@ -18,9 +18,6 @@ _TILE = 16  # outputs of a warp
 _MOST_WARPS = 16  # of a block
 _STAGES = (2, 3)  # minimum and maximum number of units of a warp in shared memory
 _MOST_RING = 96 * 1024  # bytes of the units of a block, where these are more than the minimum
-# Bytes of shared memory of a block. With the least, two blocks never share a multiprocessor: those
-# that start before the kernel ahead has ended would go to the few that are free.
-_ROOM = (116 * 1024, 227 * 1024)
 _BARRIER_BYTES = 128
 
 _PROGRAM = cuda_programs.Program("words.cu", "multiply_words")
@@ -122,9 +119,10 @@ def plan(
     least, most = _STAGES
     stages = max(least, min(most, units, _MOST_RING // stage_bytes))
     fixed, chunk = _BARRIER_BYTES + stages * stage_bytes, units
-    while chunk > 1 and fixed + _columns(rows, parts, chunk, units) > _ROOM[1]:
+    while chunk > 1 and fixed + _columns(rows, parts, chunk, units) > cuda_programs.MOST_SHARED:
         chunk -= 1
-    shared_bytes = max(_ROOM[0], fixed + _columns(rows, parts, chunk, units))
+    needed = fixed + _columns(rows, parts, chunk, units)
+    shared_bytes = max(cuda_programs.ALONE_SHARED, needed)
     return Plan(own, warps, stages, chunk, shared_bytes)
 
 
