@@ -1,6 +1,7 @@
 """Connects the ranks of one model over torch.distributed; sums are the same on all ranks."""
 
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,6 +25,17 @@ class CollectiveLog(Protocol):
 
     def end(self) -> None:
         """Records that the collective is over."""
+
+
+def added_in_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of the ranks' parts, added in float32 in their order and rounded once; the
+    parts stay as they are.
+    """
+    first, *others = parts
+    total = first.to(torch.float32, copy=True)
+    for other in others:
+        total += other
+    return total.to(first.dtype)
 
 
 class ProcessGroup:
@@ -70,11 +82,7 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
-        first, *others = self.gathered(x)
-        total = first.float()
-        for other in others:
-            total += other.float()
-        return total.to(x.dtype)
+        return added_in_order(self.gathered(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""

@@ -10,6 +10,7 @@ import time
 import torch
 
 from foredraft.cpu import _kernels
+from verify_service.executor.ranks.group import added_in_order
 
 ROOM_BYTES = 1 << 20  # maximum size of a block; longer tensors go in several
 # A wait returns to Python this often, so that a process can handle signals.
@@ -61,11 +62,7 @@ class HostMemory:
         """Returns the sum of the ranks' x, added in float32 in their order and rounded once."""
         if x.nbytes > ROOM_BYTES:
             return torch.cat([self.sum(block) for block in _blocks(x)]).view(x.shape)
-        first, second, *others = self._exchanged(x)
-        total = first.float() + second
-        for other in others:
-            total += other
-        return total.to(x.dtype).view(x.shape)
+        return added_in_order(self._exchanged(x)).view(x.shape)
 
     def all(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' x as [size, *x.shape]."""
