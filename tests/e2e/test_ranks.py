@@ -29,7 +29,7 @@ from testing.engines import Job, running_engine
 from testing.quantized_checkpoints import FORMATS, tiny_llama, write
 from testing.reference import Reference
 from testing.segments import segments
-from testing.stack import eventually, is_idle, long_answer, make_model, running_stack
+from testing.stack import eventually, long_answer, make_model, running_stack
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.messages import Kind, kind_of
 from verify_service.startup import load_target
@@ -54,6 +54,18 @@ def streamed_errors(url: str, begun: threading.Event) -> list[dict[str, Any]]:
                 event = json.loads(line.removeprefix("data: "))
                 errors += [event["error"]] if "error" in event else []
     return errors
+
+
+def num_running(http: httpx.Client) -> int:
+    """Number of requests that a gateway's verifiers compute."""
+    loads = http.get("/get_server_info").json()["verifiers"].values()
+    return sum(load["running"] for load in loads)
+
+
+def has_verifier(stack: LocalStack) -> bool:
+    """Returns whether the stack's verifier has been started and has its ranks."""
+    [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
+    return verifier is not None and len(workers_of(verifier)) == 1
 
 
 def workers(stack: LocalStack) -> list[int]:
@@ -100,6 +112,7 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
             (signal.SIGKILL, "was ended by SIGKILL"),
             (signal.SIGSTOP, "has shown no sign of life for 8 s"),
         ):
+            eventually(lambda: has_verifier(stack))
             [worker] = workers(stack)
             [verifier] = [state.pid for state in stack.states() if state.name == "verify"]
             assert verifier is not None
@@ -108,13 +121,13 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
                 httpx.Client(base_url=url, timeout=60) as http,
                 concurrent.futures.ThreadPoolExecutor(2) as pool,
             ):
-                # Under way; it is not streamed, so the gateway asks again, and nobody sees the
-                # loss.
-                asked = pool.submit(long_answer, url)
-                eventually(lambda: not is_idle(http) or asked.done())  # noqa: B023
                 begun = threading.Event()
                 streamed = pool.submit(streamed_errors, url, begun)
                 assert begun.wait(120)
+                # Under way; it is not streamed, so the gateway asks again, and nobody sees the
+                # loss.
+                asked = pool.submit(long_answer, url)
+                eventually(lambda: num_running(http) == 2 or asked.done())  # noqa: B023
                 os.kill(worker, number)
                 eventually(lambda: is_gone(verifier) and is_gone(worker))  # noqa: B023
                 assert asked.result() == expected
@@ -123,6 +136,7 @@ def test_two_ranks_answer_and_a_lost_one_ends_the_verifier(model: Path) -> None:
             assert not segments(verifier)
             assert any(sentence in line for line in lines)
             assert not [line for line in lines if "Traceback" in line or "Error" in line]
+        eventually(lambda: has_verifier(stack))
         [worker] = workers(stack)
     eventually(lambda: is_gone(worker))
 
