@@ -214,7 +214,7 @@ def on_card(rank: int, meeting: str) -> None:
 
 def test_ranks_exchange_blocks(tmp_path: Path) -> None:
     if INTERPRETED:
-        run_ranks(NUM_RANKS, tmp_path, interpreted, shared_memories(NUM_RANKS))
+        run_ranks(NUM_RANKS, tmp_path, interpreted, shared_memories(NUM_RANKS), way="gloo")
         return
     import socket
 
@@ -240,7 +240,7 @@ def compute(group: ProcessGroup, memories: list[torch.Tensor], path: str, out: s
 def test_a_model_of_two_ranks_that_exchange_rows(tmp_path: Path, name: str) -> None:
     path, meeting = make_checkpoint(tmp_path / "model", name), tmp_path / "meeting"
     meeting.mkdir()
-    run_ranks(2, meeting, compute, shared_memories(2), str(path), str(tmp_path))
+    run_ranks(2, meeting, compute, shared_memories(2), str(path), str(tmp_path), way="gloo")
     first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
     assert torch.equal(first, second)
     expected = logits_of(load_model(path, torch.float32), SINGLE)
@@ -294,7 +294,7 @@ def count_time(group: ProcessGroup, memories: list[torch.Tensor]) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")
 def test_what_a_ranks_device_counts_is_published(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, count_time, shared_memories(2))
+    run_ranks(2, tmp_path, count_time, shared_memories(2), way="gloo")
 
 
 def wait_in_vain(number: int) -> None:
