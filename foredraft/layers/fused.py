@@ -14,7 +14,7 @@ from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.padded_rows import new_rows
 from foredraft.parallel.group import SINGLE, Group
-from foredraft.parallel.peer_memory import Exchange, constants_of
+from foredraft.parallel.peer_memory import PeerMemory, constants_of
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -84,16 +84,36 @@ def add_norm(
         post: Weight and eps of a norm of delta before it is added.
         copy: [rows, size], where the sum goes too; may be a part of wider rows.
         reader: Method of the layer that reads the result first, None if there is none. Rows are
-            rounded for it, but not sums of several ranks.
+            rounded for it, but not where ranks exchange them in the kernel.
     """
-    out = new_rows(stream, *stream.shape)
+    out, num_rows = new_rows(stream, *stream.shape), stream.shape[0]
     post_weight, post_eps = post if post is not None else (None, 0.0)
-    weights = post_weight, post_eps, weight, eps
-    if group.size > 1:
-        _norm_of_ranks(stream, delta, *weights, full_precision, out, copy, group, reader)
-        return Normed(out)
-    rounded = _norm(stream, delta, *weights, full_precision, out, copy, None, reader)
-    return Normed(out, rounded)
+    own = post_weight, post_eps, weight, eps, full_precision, out, copy
+    gathered: torch.Tensor | None = None
+    if group.size > 1 and num_rows:
+        memory = group.memory_for(num_rows, stream.shape[1], stream.dtype)
+        if memory is not None:
+            _norm_of_ranks(stream, delta, *own, memory, reader)
+            return Normed(out)
+        delta = sum_of_parts(delta, stream.dtype)
+        gathered = group.gathered(delta)
+    return Normed(out, _norm(stream, delta, *own, None, reader, gathered, group.rank))
+
+
+def sum_of_parts(delta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Adds up the parts of a product as the kernels do it.
+
+    Args:
+        delta: [rows, size], returned as it is, or float32 [parts, rows, size].
+        dtype: Type of the result.
+    """
+    if delta.dim() == 2:
+        return delta
+    *first, last = delta
+    if not first:
+        return last.to(dtype)
+    out = torch.empty_like(last, dtype=dtype)
+    return torch.add(functools.reduce(torch.add, first), last, out=out)
 
 
 def _norm_of_ranks(
@@ -106,36 +126,25 @@ def _norm_of_ranks(
     full_precision: bool,
     out: torch.Tensor,
     copy: torch.Tensor | None,
-    group: Group,
+    memory: PeerMemory,
     reader: LinearMethod | None,
 ) -> None:
     from foredraft.layers import triton_kernels
 
     num_rows, size = out.shape
-    if not num_rows:
-        return
-    block, memory = power_of_two(size), group.memory_for(num_rows, size, x.dtype)
+    block, programs = power_of_two(size), min(num_rows, memory.num_programs)
     parts = delta if delta.dim() == 3 else delta[None]
-    gathered, programs, registers = x, num_rows, None
-    if memory is None:
-        # The kernel exchanges nothing: but for rank and size, any arguments will do.
-        exchange = Exchange((x,), (x,), x, x, x, 0, 0, 1, False, False, group.rank, group.size)
-        # Parts are added up as the kernel does it.
-        gathered = group.gathered(functools.reduce(torch.add, parts).to(x.dtype))
-    else:
-        programs = min(num_rows, memory.num_programs)
-        exchange = memory.exchange(size, out.nbytes, x.dtype)
-        if num_rows > programs:  # for four programs of 8 warps on a multiprocessor
-            registers = 64
+    exchange = memory.exchange(size, out.nbytes, x.dtype)
+    # For four programs of 8 warps on a multiprocessor.
+    registers = 64 if num_rows > programs else None
     triton_kernels.norm_of_ranks[(programs,)](
         x, parts, weight if post_weight is None else post_weight, weight, out,
-        x if copy is None else copy, gathered, *exchange.exchange_arguments,
+        x if copy is None else copy, *exchange.exchange_arguments,
         x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
         0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
         BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-        SENDS=memory is not None, FULL=full_precision, num_warps=min(16, max(1, block // 512)),
-        maxnreg=registers, EARLY=_is_early(reader, num_rows), **constants_of(exchange),
-        **overlapped(x.device),
+        FULL=full_precision, num_warps=min(16, max(1, block // 512)), maxnreg=registers,
+        EARLY=_is_early(reader, num_rows), **constants_of(exchange), **overlapped(x.device),
     )  # fmt: skip
 
 
@@ -177,6 +186,8 @@ def _norm(
     copy: torch.Tensor | None,
     picked: torch.Tensor | None,
     reader: LinearMethod | None = None,
+    gathered: torch.Tensor | None = None,
+    rank: int = 0,
 ) -> RoundedRows | None:
     from foredraft.layers import triton_kernels
 
@@ -191,15 +202,18 @@ def _norm(
     parts, part_stride = 1, 0
     if delta is not None and delta.dim() == 3:
         parts, part_stride, delta = delta.shape[0], delta.stride(0), delta[0]
+    ranks, rank_stride = (1, 0) if gathered is None else (len(gathered), gathered.stride(0))
     triton_kernels.norm[(num_rows,)](
-        x, x if delta is None else delta, weight if post_weight is None else post_weight, weight,
-        out, x if copy is None else copy, x if picked is None else picked, numbers, scales,
-        x.stride(0), 0 if delta is None else delta.stride(0), part_stride, out.stride(0),
-        0 if copy is None else copy.stride(0), size, eps, post_eps,
-        BLOCK=block, ADDS=delta is not None, PARTS=parts, POST=post_weight is not None,
-        COPIES=copy is not None, PICKS=picked is not None, FULL=full_precision,
-        ROUNDS=0 if rounds is None else rounds or 1, EARLY=_is_early(reader, num_rows),
-        num_warps=min(16, max(1, block // 512)), **overlapped(x.device),
+        x, x if delta is None else delta, x if gathered is None else gathered,
+        weight if post_weight is None else post_weight, weight, out, x if copy is None else copy,
+        x if picked is None else picked, numbers, scales,
+        x.stride(0), 0 if delta is None else delta.stride(0), part_stride, rank_stride,
+        out.stride(0), 0 if copy is None else copy.stride(0), size, eps, post_eps,
+        BLOCK=block, ADDS=delta is not None, PARTS=parts, RANK=rank, RANKS=ranks,
+        POST=post_weight is not None, COPIES=copy is not None, PICKS=picked is not None,
+        FULL=full_precision, ROUNDS=0 if rounds is None else rounds or 1,
+        EARLY=_is_early(reader, num_rows), num_warps=min(16, max(1, block // 512)),
+        **overlapped(x.device),
     )  # fmt: skip
     return rounded
 

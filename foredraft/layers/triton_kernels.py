@@ -39,16 +39,19 @@ def rounded(x):
 
 @triton.jit
 def norm(
-    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr, rounded_ptr, scales_ptr,
-    x_stride, delta_stride, part_stride, out_stride, copy_stride, size, eps, post_eps,
-    BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
-    PICKS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, delta_ptr, gathered_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, picked_ptr, rounded_ptr, scales_ptr,
+    x_stride, delta_stride, part_stride, rank_stride, out_stride, copy_stride, size, eps, post_eps,
+    BLOCK: tl.constexpr, ADDS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+    POST: tl.constexpr, COPIES: tl.constexpr, PICKS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr,
+    EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Normalises one row: x += delta, or the norm of delta; a copy of x; the norm of x. delta
     is a sum of PARTS. With PICKS the row of x is the one that picked_ptr names, and nothing is
     added.
 
     Args:
+        gathered_ptr: All ranks' delta [RANKS, rows, size]; what stands for this rank is not read.
+        RANKS: Number of ranks whose deltas are added up in float32 in their order, and rounded.
         ROUNDS: Columns that share a scale of the norm's 8-bit floats, a power of two; 1 where all
             do, 0 where they are not made.
         EARLY: Whether the next kernel may start before this one has waited.
@@ -75,7 +78,18 @@ def norm(
         delta = tl.load(delta_ptr, mask=is_column, other=0.0)
         for part in tl.static_range(1, PARTS):
             delta += tl.load(delta_ptr + part * part_stride, mask=is_column, other=0.0)
-        x = _added(x, delta.to(dtype), post, size, post_eps, POST, FULL)
+        delta = delta.to(dtype)
+        if RANKS > 1:
+            own, at = delta.to(tl.float32), gathered_ptr + row * size + columns
+            stride = tl.cast(rank_stride, tl.int64)
+            total = own
+            for rank in tl.static_range(RANKS):
+                addend = own
+                if rank != RANK:
+                    addend = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
+                total = addend if rank == 0 else total + addend
+            delta = total.to(dtype)
+        x = _added(x, delta, post, size, post_eps, POST, FULL)
         tl.store(x_ptr + row * x_stride + columns, x, mask=is_column)
     if COPIES:
         tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
@@ -95,14 +109,14 @@ def norm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_of_ranks(
-    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, gathered_ptr, places, flags, counts,
-    times, told, patience, x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr, SENDS: tl.constexpr,
+    x_ptr, delta_ptr, post_ptr, weight_ptr, out_ptr, copy_ptr, places, flags, counts, times, told, patience,
+    x_stride, delta_stride, part_stride, out_stride, copy_stride, num_rows, size, eps, post_eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, POST: tl.constexpr, COPIES: tl.constexpr,
     FULL: tl.constexpr, ROOM: tl.constexpr, PROGRAMS: tl.constexpr, LAMPORT: tl.constexpr, TWO_SHOT: tl.constexpr,
     RANK: tl.constexpr, RANKS: tl.constexpr, EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas: exchanged here
-    with SENDS, else all ranks' [RANKS, num_rows, size] at gathered_ptr.
+    """Normalises rows as `norm` does, where delta is the sum of the ranks' deltas, which are
+    exchanged here.
 
     A program takes one row after the other, so that some are on their way while others are added
     up.
@@ -119,8 +133,7 @@ def norm_of_ranks(
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if SENDS:
-        count = newest(counts)
+    count = newest(counts)
     for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         delta_at = delta_ptr + row * delta_stride + columns
@@ -130,30 +143,20 @@ def norm_of_ranks(
         own = own.to(dtype)
         x_at = x_ptr + row * x_stride + columns
         x = tl.load(x_at, mask=is_column, other=0.0)
-        if SENDS:
-            if index >= tl.num_programs(0):
-                go_on(counts, count)
-            count += 1
-            total = sum_of_ranks(
-                own, row, size, count, places, flags, times, told, patience, ROOM, PROGRAMS, LAMPORT,
-                TWO_SHOT, RANK, RANKS,
-            )  # fmt: skip
-        else:
-            at = gathered_ptr + row * size + columns
-            stride = tl.cast(num_rows, tl.int64) * size
-            total = own.to(tl.float32)
-            for rank in tl.static_range(RANKS):
-                part = tl.load(at + rank * stride, mask=is_column, other=0.0).to(tl.float32)
-                total = part if rank == 0 else total + part
-            total = total.to(dtype)
+        if index >= tl.num_programs(0):
+            go_on(counts, count)
+        count += 1
+        total = sum_of_ranks(
+            own, row, size, count, places, flags, times, told, patience, ROOM, PROGRAMS, LAMPORT,
+            TWO_SHOT, RANK, RANKS,
+        )  # fmt: skip
         x = _added(x, total, post, size, post_eps, POST, FULL)
         tl.store(x_at, x, mask=is_column)
         if COPIES:
             tl.store(copy_ptr + row * copy_stride + columns, x, mask=is_column)
         result = _normalized(x.to(tl.float32), weight, size, eps, dtype, FULL)
         tl.store(out_ptr + row * out_stride + columns, result, mask=is_column)
-    if SENDS:
-        finish(counts, count)
+    finish(counts, count)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -45,6 +45,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, capability: int, size:
     recorders = []
     for module, name in (
         (exchange_kernels, "exchange"),
+        (triton_kernels, "norm"),
         (triton_kernels, "norm_of_ranks"),
         (triton_kernels, "rows_of_ranks"),
     ):
@@ -77,8 +78,10 @@ def test_a_norm_adds_up_in_one_order(
     """However a row's parts come together, and beside any number of others."""
     from foredraft.layers import triton_kernels
 
-    recorder = Recorder(triton_kernels.norm_of_ranks)
-    monkeypatch.setattr(triton_kernels, "norm_of_ranks", recorder)
+    recorders = []
+    for name in ("norm_of_ranks", "norm"):
+        recorders.append(Recorder(getattr(triton_kernels, name)))
+        monkeypatch.setattr(triton_kernels, name, recorders[-1])
     monkeypatch.setattr(fused, "overlapped", lambda device: {"launch_pdl": True, "DEPENDENT": True})
     group, weight = LastRank(2), torch.ones(size, dtype=dtype)
     for group.shares in (True, False):
@@ -86,6 +89,7 @@ def test_a_norm_adds_up_in_one_order(
             x = torch.zeros(num_rows, size, dtype=dtype)
             for delta in (x, torch.zeros(2, num_rows, size)):
                 fused.add_norm(x.clone(), delta, weight, 1e-5, False, None, None, group)
-    found = recorder.reductions(90)
-    assert len(found) == 8
+    exchanged, gathered = (recorder.reductions(90) for recorder in recorders)
+    assert len(exchanged) == len(gathered) == 4
+    found = exchanged + gathered
     assert len({layouts[-1] for layouts in found}) == 1
