@@ -21,6 +21,7 @@ from verify_service.attention_backend import check_attention_flags, choose_atten
 from verify_service.exactness import Exactness, make_exact
 from verify_service.executor.ranks.workers import Ranks
 from verify_service.kv_type import check_kv_flags, kv_type
+from verify_service.sizes import chunk_size
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ def load_share(config: VerifyConfig, group: Group = SINGLE) -> Target:
             "" if model.embedding.table is not None else f"{vocabulary}, ",
             str(model.dtype).removeprefix("torch."),
         )
+    # Beside a chunk of a prompt the step has rows of running sequences.
+    model.reserve(chunk_size(config, device) * 9 // 8)
     own_sum = model_checksum(path)
     exactness = make_exact(model, config.exactness, own_sum, group.size, config.kv_cache_dtype)
     logger.info("exactness: %s, fingerprint %s", exactness.level, exactness.fingerprint)

@@ -57,7 +57,7 @@ def make_executor(
     if device.type == "cpu":
         return EagerExecutor(runner, sampler, ranks)
     has_branches = tree_limits_of(links, config)[1] > 1
-    reach = reach_of(chunk_size(config, device), limits, has_branches)
+    reach = reach_of(chunk_size(config, device), limits, has_branches, runner.model)
     layers, levels = captured_layers(links), _followed_levels(config, links)
     rest, choose = WarmUp(runner, reach, layers, levels), sampler.trial()
     if config.disable_cuda_graph:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from foredraft.models.decoder import DecoderModel
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.runner.warm_up import Reach, forwards_to_run
 from verify_service.engine.engine import EngineLimits
@@ -16,7 +17,7 @@ from verify_service.executor.kernels.hand_over import hand_over
 logger = logging.getLogger(__name__)
 
 
-def reach_of(chunk: int, limits: EngineLimits, has_branches: bool) -> Reach:
+def reach_of(chunk: int, limits: EngineLimits, has_branches: bool, model: DecoderModel) -> Reach:
     """Returns the limits of prompts and trees in one step.
 
     Args:
@@ -29,6 +30,7 @@ def reach_of(chunk: int, limits: EngineLimits, has_branches: bool) -> Reach:
         num_sequences=num_sequences,
         num_keys=limits.context_length,
         num_tree_rows=num_rows if has_branches else 0,
+        halved_rows=model.halved_rows,
     )
 
 

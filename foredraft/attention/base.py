@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,24 @@ class SequenceSpan:
         """Number of keys up to and including the rows' own."""
         return self.write_index + len(self.positions)
 
+    def part(self, begin: int, end: int, first_row: int) -> "SequenceSpan":
+        """Returns some of the rows, [begin, end), as those of another batch; all of them unless
+        they are causal.
+
+        Args:
+            first_row: Index of the part's first row in that batch.
+        """
+        if end - begin == self.num_rows:
+            return replace(self, first_row=first_row)
+        write_index = self.write_index + begin
+        return replace(
+            self,
+            first_row=first_row,
+            positions=self.positions[begin:end],
+            prefix_len=write_index,
+            write_index=write_index,
+        )
+
 
 @dataclass(slots=True)
 class Batch:
@@ -80,6 +98,38 @@ class Batch:
     def num_rows(self) -> int:
         """Number of rows of all sequences."""
         return self.tokens.shape[0]
+
+    def halves(self, num_rows: int) -> tuple["Batch", "Batch"]:
+        """Returns the first rows and the others, as batches to be computed in this order, layer by
+        layer.
+
+        Args:
+            num_rows: Wanted number of first rows, less than there are; where that is amid a
+                sequence that cannot be cut, a tree for example, the first batch ends before it.
+        """
+        spans: tuple[list[SequenceSpan], list[SequenceSpan]] = [], []
+        for span in self.spans:
+            cut = num_rows - span.first_row
+            is_causal = span.tail_mask is None and span.tail_positions is None
+            if 0 < cut < span.num_rows and not is_causal:
+                cut, num_rows = 0, span.first_row
+            if cut > 0:
+                spans[0].append(span.part(0, min(cut, span.num_rows), span.first_row))
+            if cut < span.num_rows:
+                begin = max(cut, 0)
+                spans[1].append(span.part(begin, span.num_rows, span.first_row + begin - num_rows))
+        first, second = slice(num_rows), slice(num_rows, None)
+        return self._rows(first, spans[0]), self._rows(second, spans[1])
+
+    def _rows(self, rows: slice, spans: Sequence[SequenceSpan]) -> "Batch":
+        return Batch(
+            self.tokens[rows],
+            self.positions[rows],
+            self.slots[rows],
+            spans,
+            embeddings=None if self.embeddings is None else self.embeddings[rows],
+            reaches=None if self.reaches is None else self.reaches[rows],
+        )
 
 
 @dataclass(frozen=True, slots=True)

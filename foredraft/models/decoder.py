@@ -1,7 +1,7 @@
 """A decoder, configured for Llama, Mistral, Qwen2, Qwen3, MiMo's base layers and Gemma 3."""
 
 import functools
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,15 +14,19 @@ from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.normed import Normed
+from foredraft.layers.padded_rows import proven_size
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
-from foredraft.models.layer_parts import layer_parts, vocabulary_method, vocabulary_targets
+from foredraft.models.decoder_layer import Angles, DecoderLayer, Part
+from foredraft.models.layer_parts import vocabulary_method, vocabulary_targets
 from foredraft.models.rope_config import RopeConfig
 from foredraft.parallel.group import SINGLE, Group, local_kv_heads, share
 
 EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"  # names in a checkpoint
-Angles = tuple[torch.Tensor, torch.Tensor]
+# Multiplications of a rank in a layer from which on its halves are computed in turns: with fewer,
+# the host takes longer to launch twice as many kernels than they run.
+HALVED_PRODUCTS = 42 * 10**10
 
 
 @dataclass(slots=True)
@@ -53,87 +57,6 @@ class ModelOutput:
         return torch.cat([self.captured[self.layers.index(layer)] for layer in layers], 1)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms`
-    after each too.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Group,
-    ) -> None:
-        super().__init__()
-        self._group = group
-        offset = config.norm_offset != 0.0
-
-        def norm() -> RMSNorm:
-            return RMSNorm(config.hidden_size, config.rms_norm_eps, offset, dtype, device)
-
-        self.attention, self.mlp = layer_parts(
-            config, layer, config.hidden_size, dtype, device, group
-        )
-        self.attention_norm = norm()
-        self.mlp_norm = norm()
-        self.attention_post_norm = norm() if config.sandwich_norms else None
-        self.mlp_post_norm = norm() if config.sandwich_norms else None
-
-    def forward(
-        self,
-        x: Normed,
-        stream: torch.Tensor,
-        angles: Angles,
-        layer: int,
-        batch: Batch,
-        kv: PagedKV,
-        attention: AttentionBackend,
-        plan: object,
-        next_norm: RMSNorm,
-        next_reader: Linear | None,
-        copy: torch.Tensor | None,
-    ) -> Normed:
-        """Computes the next layer's input [num_rows, hidden_size].
-
-        Adding to the stream and its next norm are one pass.
-
-        Args:
-            x: [num_rows, hidden_size], the stream after `attention_norm`.
-            stream: [num_rows, hidden_size], added to in place.
-            next_norm: Norm that the stream gets after this layer.
-            next_reader: Layer that reads the result first; None for none that gains from it.
-            copy: Second place for the stream after this layer, or None.
-        """
-        own, group = (angles, layer, batch, kv, attention, plan), self._group
-        # No name keeps attention's result: its memory is free for the MLP.
-        x = self.mlp_norm.add(
-            stream,
-            self.attention(x.rows, *own, later=True, rounded=x.rounded),
-            self.attention_post_norm,
-            None,
-            group,
-            self.mlp.gate_up,
-        )
-        delta = self.mlp(x.rows, later=True, rounded=x.rounded)
-        return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
-
-    def targets(self, prefix: str) -> dict[str, Target]:
-        """Returns the memory of the layer's weights by tensor name; names begin with `prefix`."""
-        found = self.attention.targets(f"{prefix}self_attn.") | self.mlp.targets(f"{prefix}mlp.")
-        norms = {"input_layernorm": self.attention_norm}
-        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
-            norms["post_attention_layernorm"] = self.attention_post_norm
-            norms["pre_feedforward_layernorm"] = self.mlp_norm
-            norms["post_feedforward_layernorm"] = self.mlp_post_norm
-        else:
-            norms["post_attention_layernorm"] = self.mlp_norm
-        for name, norm in norms.items():
-            found[f"{prefix}{name}.weight"] = Target.whole(norm.weight)
-        return found
-
-
 class DecoderModel(nn.Module):
     """A decoder-only language model whose weights a loader fills.
 
@@ -162,6 +85,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self._group = group
         self.kv_scales = torch.ones(config.num_layers, 2)
         sizes = config.hidden_size, config.vocab_size
         is_tied = config.tie_word_embeddings
@@ -242,7 +166,7 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
-        plan: object = None,
+        plan: Sequence[Part] | None = None,
     ) -> ModelOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
@@ -255,9 +179,40 @@ class DecoderModel(nn.Module):
         wanted = x if batch.logit_rows is None else x[batch.logit_rows]
         return ModelOutput(self.lm_head(wanted), x, captured, streams, tuple(capture))
 
-    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> object:
-        """Prepares attention for a batch, on the host and on the device."""
-        return attention.plan(batch, kv, self._windows, self.group_size)
+    def reserve(self, num_rows: int) -> None:
+        """Reserves memory for forwards of up to so many rows where ranks compute halves in turns;
+        all ranks call this.
+        """
+        if num_rows >= self._halved_rows:
+            self._group.reserve(num_rows, self.config.hidden_size, self.dtype)
+
+    @property
+    def halved_rows(self) -> int | None:
+        """Number of a forward's rows from which on its halves are computed in turns, see
+        `Group.halves`; None where they never are.
+        """
+        return None if self._group.halves(self.dtype) is None else self._halved_rows
+
+    @functools.cached_property
+    def _halved_rows(self) -> int:
+        attention, mlp = self.decoder_layers[0].attention, self.decoder_layers[0].mlp
+        matrices = attention.qkv, attention.output, mlp.gate_up, mlp.down
+        products = sum(each.num_outputs * each.num_inputs for each in matrices)
+        return max(2, -(-HALVED_PRODUCTS // products))
+
+    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> Sequence[Part]:
+        """Prepares a batch, on the host and on the device: what is computed together."""
+        shares: Sequence[tuple[Batch, Group]] = [(batch, self._group)]
+        halves = self._group.halves(self.dtype) if batch.plan is None else None
+        if halves is not None and batch.num_rows >= self._halved_rows:
+            both = batch.halves(proven_size(-(-batch.num_rows // 2)))
+            shares = list(zip(both, halves, strict=True))
+        found, first = [], 0
+        for rows, group in shares:
+            plan = attention.plan(rows, kv, self._windows, self.group_size)
+            found.append(Part(first, rows, plan, group))
+            first += rows.num_rows
+        return found
 
     def states(
         self,
@@ -265,7 +220,7 @@ class DecoderModel(nn.Module):
         kv: PagedKV,
         attention: AttentionBackend,
         capture: Sequence[int] = (),
-        plan: object = None,
+        plan: Sequence[Part] | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Computes the fields of `ModelOutput` beside the logits; otherwise like `forward`."""
         first = self.decoder_layers[0]
@@ -280,14 +235,45 @@ class DecoderModel(nn.Module):
             rope: rotary.angles(batch.positions, stream.dtype, batch.reaches)
             for rope, rotary in self._rotary.items()
         }
-        if plan is None:
-            plan = self.plan(batch, kv, attention)
         size = self.config.hidden_size
         streams = stream.new_empty(stream.shape[0], len(capture) * size) if capture else None
         captured = [] if streams is None else list(streams.split(size, 1))
         copies = dict(zip(capture, captured, strict=True))
         if 0 in copies:
             copies[0].copy_(stream)
+        parts = self.plan(batch, kv, attention) if plan is None else plan
+        run = functools.partial(self._layers, kv=kv, attention=attention)
+        if len(parts) == 1:
+            runs = [run(parts[0], x, stream, angles, copies)]
+        else:
+            runs = [
+                run(
+                    part,
+                    Normed(part.of(x.rows)),
+                    part.of(stream),
+                    {rope: (part.of(cos), part.of(sin)) for rope, (cos, sin) in angles.items()},
+                    {layer: part.of(copy) for layer, copy in copies.items()},
+                )
+                for part in parts
+            ]
+        del x  # its memory is free after the first layer
+        hidden = _joined(runs)
+        for layer_index, copy in zip(capture, captured, strict=True):
+            if copy is not copies[layer_index]:  # asked for twice
+                copy.copy_(copies[layer_index])
+        return hidden, captured, streams
+
+    def _layers(
+        self,
+        part: Part,
+        x: Normed,
+        stream: torch.Tensor,
+        angles: Mapping[RopeConfig, Angles],
+        copies: Mapping[int, torch.Tensor],
+        kv: PagedKV,
+        attention: AttentionBackend,
+    ) -> Generator[None, None, torch.Tensor]:
+        """Computes the hidden states of a part's rows, in two steps for each layer."""
         after: list[tuple[RMSNorm, Linear | None]] = [
             (layer.attention_norm, layer.attention.qkv) for layer in self.decoder_layers[1:]
         ]
@@ -295,11 +281,8 @@ class DecoderModel(nn.Module):
         for index in self._layers_to_run(copies):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy = copies.get(index + 1)
-            x = layer(x, stream, rope, index, batch, kv, attention, plan, *after[index], copy)
-        for layer_index, copy in zip(capture, captured, strict=True):
-            if copy is not copies[layer_index]:  # asked for twice
-                copy.copy_(copies[layer_index])
-        return x.rows, captured, streams
+            x = yield from layer(x, stream, rope, index, part, kv, attention, *after[index], copy)
+        return x.rows
 
     @contextmanager
     def without_repeats(self) -> Iterator[None]:
@@ -336,3 +319,17 @@ class DecoderModel(nn.Module):
             for layer in self.decoder_layers
         ]
         return list(zip(self.config.ropes, self.config.windows, weights, strict=True))
+
+
+def _joined(runs: Sequence[Generator[None, None, torch.Tensor]]) -> torch.Tensor:
+    """Runs generators in turns, each up to its next yield, and joins the rows that they return; all
+    yield equally often.
+    """
+    found: list[torch.Tensor] = []
+    while not found:
+        for run in runs:
+            try:
+                next(run)
+            except StopIteration as end:
+                found.append(end.value)
+    return found[0] if len(found) == 1 else torch.cat(found)

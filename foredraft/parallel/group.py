@@ -44,6 +44,29 @@ class Group(Protocol):
         collective; None where rows must be gathered.
         """
 
+    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        """Reserves memory for sums of up to [num_rows, size], where that makes them faster; all
+        ranks call this.
+        """
+
+    def halves(self, dtype: torch.dtype) -> "tuple[Group, Group] | None":
+        """Returns groups for two halves of a forward's rows, so that sums of one half are made
+        while the other is computed; None where all rows are to be computed together.
+
+        Args:
+            dtype: Type of the rows.
+        """
+
+    def begin_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Begins the sum that will be asked for next.
+
+        Args:
+            x: [num_rows, size], or the parts that `Linear.deferred` gives.
+
+        Returns:
+            What the sum is to be asked for with: x, or the sum of its parts.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class SingleRank:
@@ -71,6 +94,17 @@ class SingleRank:
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
         """See Group."""
         return None
+
+    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        """See Group."""
+
+    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+        """See Group."""
+        return None
+
+    def begin_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return x
 
 
 SINGLE: Group = SingleRank()

@@ -28,6 +28,8 @@ class Reach:
         num_tree_rows: Maximum number of rows of a tree with branches, the root included; 0 without
             such trees.
         cut_keys: Whether attention may cut keys into parts, see `few_variants`.
+        halved_rows: Number of rows from which on halves are computed in turns, see
+            `DecoderModel.halved_rows`; None where they never are.
     """
 
     num_rows: int
@@ -35,6 +37,7 @@ class Reach:
     num_keys: int
     num_tree_rows: int = 0
     cut_keys: bool = True
+    halved_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,9 @@ def forwards_to_run(
     if num_rows is not None and num_rows <= most_rows:
         num_rows = max(num_rows, min(MANY_ROWS, most_rows))
         kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
+    halved = reach.halved_rows
+    if halved is not None and halved <= most_rows:
+        kept.append(ForwardShape(halved, halved).rows(kv.page_size))
     return kept
 
 

@@ -85,7 +85,7 @@ class CudaIpcRegion(Region):
         if data is None:
             raise ArenaError("epoch", f"attach {self.arena.epoch} has ended")
         stream = torch.cuda.current_stream(data.device)
-        cuda.write_word(stream, data.data_ptr() + _VERIFIED_AT, step)
+        cuda.write_word(stream.cuda_stream, data.data_ptr() + _VERIFIED_AT, step)
 
     def attached(self) -> None:
         """Checks that what the draft wrote into the block is readable here.
@@ -255,19 +255,19 @@ class CudaIpcMapping:
             raise InvalidRequest("hidden", "the attach has ended")
         self._newest = step
         stream = torch.cuda.current_stream(self._mapping.device)
-        cuda.wait_word(stream, self._mapping.pointer + _VERIFIED_AT, step)
+        cuda.wait_word(stream.cuda_stream, self._mapping.pointer + _VERIFIED_AT, step)
 
     def publish(self, step: int) -> None:
         """Makes the current stream mark a step's trees as written."""
         if self._mapping is not None:
             stream = torch.cuda.current_stream(self._mapping.device)
-            cuda.write_word(stream, self._mapping.pointer + _DRAFTED_AT, step)
+            cuda.write_word(stream.cuda_stream, self._mapping.pointer + _DRAFTED_AT, step)
 
     def abandon(self) -> None:
         """Ends waits for data that will not come; what is read then is meaningless."""
         mapping = self._mapping
         if mapping is not None:
-            cuda.write_word(self._side, mapping.pointer + _VERIFIED_AT, self._newest)
+            cuda.write_word(self._side.cuda_stream, mapping.pointer + _VERIFIED_AT, self._newest)
             self._side.synchronize()
 
     def close(self) -> None:

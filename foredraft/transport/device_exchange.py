@@ -79,14 +79,14 @@ class DeviceExchange:
 
     def publish(self, step: int) -> None:
         """Makes the current stream mark the commit of a step as written."""
-        cuda.write_word(self._current, self._verified, step)
+        cuda.write_word(self._current.cuda_stream, self._verified, step)
 
     def wait_trees(self, step: int) -> None:
         """Makes the current stream wait for the trees of a step, unless the draft is gone."""
         with self._lock:
             if not self._is_closed:
                 self._newest = step
-                cuda.wait_word(self._current, self._drafted, step)
+                cuda.wait_word(self._current.cuda_stream, self._drafted, step)
 
     def release(self, step: int) -> None:
         """Ends the wait for a step's trees, which are meaningless then. Any thread may call it.
@@ -94,7 +94,7 @@ class DeviceExchange:
         A draft that still runs may write the number of an earlier step over it, so call this
         again while the stream has not come to its wait.
         """
-        cuda.write_word(self._side, self._drafted, step)
+        cuda.write_word(self._side.cuda_stream, self._drafted, step)
 
     def close(self) -> None:
         """Ends every wait of the attach; nothing is waited for any more.

@@ -1,6 +1,7 @@
 """Connects the ranks of one model on several GPUs.
 
-NCCL moves bytes; on one host small blocks go through memory that the ranks can write at each other.
+NCCL moves bytes. On one host blocks of rows go through memory that the ranks can write at each
+other, and so do the sums of many rows, beside what is computed.
 """
 
 import logging
@@ -11,11 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foredraft.parallel.peer_memory import PeerMemory, num_bytes
+from foredraft.layers.padded_rows import proven_size
+from foredraft.parallel import peer_memory
+from foredraft.parallel.group import Group
+from foredraft.parallel.peer_memory import PeerMemory
 from foredraft.transport import cuda
+from verify_service.executor.ranks import peer_copies
 from verify_service.executor.ranks.group import COLLECTIVE_SECONDS, CollectiveLog, ProcessGroup
+from verify_service.executor.ranks.peer_copies import HalfGroup, PeerCopies
 
-HANDLES = "foredraft/memory"  # keys of the store: each rank's handle to its memory
+HANDLES = "foredraft/memory"  # keys of the store: each rank's handle to each of its blocks
+# Up to which every rank sends its rows to all others in the time of a half's products.
+MOST_HALVED_RANKS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +32,7 @@ class CudaGroup(ProcessGroup):
     """A `ProcessGroup` on GPUs. Its work goes into the current stream and may be captured.
 
     Args:
+        store: Store of torch.distributed that all ranks share.
         memory: Memory that the ranks exchange small blocks through; None where they cannot reach
             each other's.
         mappings: Mappings of the other ranks' memory.
@@ -35,11 +44,13 @@ class CudaGroup(ProcessGroup):
         size: int,
         group: Any,
         log: CollectiveLog,
+        store: Any,
         memory: PeerMemory | None,
         mappings: Sequence[cuda.Mapping] = (),
     ) -> None:
         super().__init__(rank, size, group, log)
-        self._memory, self._mappings = memory, mappings
+        self._store, self._memory, self._mappings = store, memory, list(mappings)
+        self._copies: PeerCopies | None = None
 
     @classmethod
     def join(
@@ -65,8 +76,37 @@ class CudaGroup(ProcessGroup):
             device_id=torch.device("cuda", card),
         )
         if num_local < size:  # memory of other hosts' cards is out of reach
-            return cls(rank, size, dist.group.WORLD, log, None)
-        return cls(rank, size, dist.group.WORLD, log, *_peer_memory(rank, size, store))
+            return cls(rank, size, dist.group.WORLD, log, store, None)
+        length = peer_memory.num_bytes(size)
+        memories, mappings = _shared_memory(rank, size, store, "blocks", length)
+        memory = None if memories is None else PeerMemory(rank, memories)
+        if not _all(memory is not None, torch.device("cuda", card)):
+            memory = None
+            logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
+        return cls(rank, size, dist.group.WORLD, log, store, memory, mappings)
+
+    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        """See Group."""
+        if self._memory is None or self.size > MOST_HALVED_RANKS:
+            return
+        room = -(-proven_size(-(-num_rows // 2)) * size * dtype.itemsize // 256) * 256
+        length = peer_copies.num_bytes(self.size, room)
+        shared = _shared_memory(self.rank, self.size, self._store, "halves", length)
+        memories, mappings = shared
+        self._mappings += mappings
+        if memories is not None:
+            self._copies = PeerCopies(self.rank, memories, room)
+        if not _all(self._copies is not None, torch.device("cuda", self.rank)):
+            self._copies = None
+        elif self.rank == 0:
+            logger.info("%.0f MiB of each GPU for sums of long prompts", length / 2**20)
+
+    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+        """See Group."""
+        copies = self._copies
+        if copies is None:
+            return None
+        return HalfGroup(self, copies, self._log, dtype), HalfGroup(self, copies, self._log, dtype)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Group."""
@@ -123,54 +163,47 @@ class CudaGroup(ProcessGroup):
         torch.cuda.synchronize()
         for mapping in self._mappings:
             mapping.close()
-        self._memory, self._mappings = None, ()
+        self._memory, self._copies, self._mappings = None, None, []
         dist.destroy_process_group()
 
 
-def _peer_memory(
-    rank: int, size: int, store: Any
-) -> tuple[PeerMemory | None, Sequence[cuda.Mapping]]:
-    """Returns memory that all ranks can write, and its mappings; None where one of them cannot
-    reach another's.
+def _shared_memory(
+    rank: int, size: int, store: Any, name: str, length: int
+) -> tuple[list[torch.Tensor] | None, list[cuda.Mapping]]:
+    """Allocates memory that all ranks of the host can write, and maps that of the others.
+
+    Args:
+        name: Name of the memory, the same on all ranks and of no other.
+        length: Size in bytes.
+
+    Returns:
+        Each rank's memory, all zero, and the mappings of it; None where this rank cannot reach
+        another's.
     """
     device = torch.device("cuda", rank)
     others = [other for other in range(size) if other != rank]
-    reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
-    memory: PeerMemory | None = None
-    mappings: list[cuda.Mapping] = []
-    if _all(reaches, device):
-        memory, mappings = _shared_memory(rank, size, store)
-    if _all(memory is not None, device):  # nobody writes before all have cleared theirs
-        return memory, mappings
-    for mapping in mappings:
-        mapping.close()
-    logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
-    return None, []
-
-
-def _shared_memory(
-    rank: int, size: int, store: Any
-) -> tuple[PeerMemory | None, list[cuda.Mapping]]:
-    device, length = torch.device("cuda", rank), num_bytes(size)
     mappings: list[cuda.Mapping] = []
     memories: list[torch.Tensor] = []
+    reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
+    if not _all(reaches, device):
+        return None, []
     try:
         own = cuda.Block(length, device)
-        store.set(f"{HANDLES}/{rank}", own.handle)
+        store.set(f"{HANDLES}/{name}/{rank}", own.handle)
         for other in range(size):
             if other == rank:
                 memories.append(own.bytes)
                 continue
-            handle = store.get(f"{HANDLES}/{other}")
+            handle = store.get(f"{HANDLES}/{name}/{other}")
             if len(handle) != cuda.HANDLE_BYTES:
                 raise cuda.CudaError(f"rank {other} has none")
             mappings.append(cuda.Mapping(handle, length, device))
             memories.append(mappings[-1].bytes)
     except cuda.CudaError as error:
         logger.warning("no memory is shared with other cards: %s", error)
-        store.set(f"{HANDLES}/{rank}", b"")  # others wait for it
+        store.set(f"{HANDLES}/{name}/{rank}", b"")  # others wait for it
         return None, mappings
-    return PeerMemory(rank, memories), mappings
+    return memories, mappings
 
 
 def _all(value: bool, device: torch.device) -> bool:

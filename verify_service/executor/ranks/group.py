@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
+from foredraft.parallel.group import Group
 from foredraft.parallel.peer_memory import PeerMemory
 
 # Far longer than the watchdog takes to end a verifier; see `watchdog`.
@@ -108,6 +109,17 @@ class ProcessGroup:
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
         """See Group."""
         return None
+
+    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        """See Group."""
+
+    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+        """See Group."""
+        return None
+
+    def begin_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See Group."""
+        return x
 
     @property
     def lost_rank(self) -> int | None:

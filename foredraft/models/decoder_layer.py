@@ -1,0 +1,118 @@
+"""A layer of a decoder, and the rows that it computes together."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.layers.linear import Linear
+from foredraft.layers.norm import RMSNorm
+from foredraft.layers.normed import Normed
+from foredraft.layers.parameters import Target
+from foredraft.models.config import ModelConfig
+from foredraft.models.layer_parts import layer_parts
+from foredraft.parallel.group import Group
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Describes rows of a forward that are computed together.
+
+    Attributes:
+        first: Index of the first row in the forward.
+        plan: Plan of the attention backend.
+        group: Ranks that compute these rows together.
+    """
+
+    first: int
+    batch: Batch
+    plan: object
+    group: Group
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the part's rows of a tensor [num_rows, ...]."""
+        return x[self.first : self.first + self.batch.num_rows]
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP around the residual stream; norms before each, and with `sandwich_norms`
+    after each too.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+    ) -> None:
+        super().__init__()
+        offset = config.norm_offset != 0.0
+
+        def norm() -> RMSNorm:
+            return RMSNorm(config.hidden_size, config.rms_norm_eps, offset, dtype, device)
+
+        self.attention, self.mlp = layer_parts(
+            config, layer, config.hidden_size, dtype, device, group
+        )
+        self.attention_norm = norm()
+        self.mlp_norm = norm()
+        self.attention_post_norm = norm() if config.sandwich_norms else None
+        self.mlp_post_norm = norm() if config.sandwich_norms else None
+
+    def forward(
+        self,
+        x: Normed,
+        stream: torch.Tensor,
+        angles: Angles,
+        layer: int,
+        part: Part,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        next_norm: RMSNorm,
+        next_reader: Linear | None,
+        copy: torch.Tensor | None,
+    ) -> Generator[None, None, Normed]:
+        """Computes the next layer's input [num_rows, hidden_size], in two steps: each ends when it
+        has begun a sum over the ranks.
+
+        Adding to the stream and its next norm are one pass.
+
+        Args:
+            x: [num_rows, hidden_size], the stream after `attention_norm`.
+            stream: [num_rows, hidden_size], added to in place.
+            part: What is computed.
+            next_norm: Norm that the stream gets after this layer.
+            next_reader: Layer that reads the result first; None for none that gains from it.
+            copy: Second place for the stream after this layer, or None.
+        """
+        own, group = (angles, layer, part.batch, kv, attention, part.plan), part.group
+        # Attention's result is let go before the MLP, which may use its memory.
+        delta = group.begin_sum(self.attention(x.rows, *own, later=True, rounded=x.rounded))
+        yield
+        post = self.attention_post_norm
+        x = self.mlp_norm.add(stream, delta, post, None, group, self.mlp.gate_up)
+        del delta
+        delta = group.begin_sum(self.mlp(x.rows, later=True, rounded=x.rounded))
+        yield
+        return next_norm.add(stream, delta, self.mlp_post_norm, copy, group, next_reader)
+
+    def targets(self, prefix: str) -> dict[str, Target]:
+        """Returns the memory of the layer's weights by tensor name; names begin with `prefix`."""
+        found = self.attention.targets(f"{prefix}self_attn.") | self.mlp.targets(f"{prefix}mlp.")
+        norms = {"input_layernorm": self.attention_norm}
+        if self.attention_post_norm is not None and self.mlp_post_norm is not None:
+            norms["post_attention_layernorm"] = self.attention_post_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_norm
+            norms["post_feedforward_layernorm"] = self.mlp_post_norm
+        else:
+            norms["post_attention_layernorm"] = self.mlp_norm
+        for name, norm in norms.items():
+            found[f"{prefix}{name}.weight"] = Target.whole(norm.weight)
+        return found
