@@ -91,8 +91,10 @@ def forwards_to_run(
         num_rows = max(num_rows, min(MANY_ROWS, most_rows))
         kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
     halved = reach.halved_rows
-    if halved is not None and halved <= most_rows:
-        kept.append(ForwardShape(halved, halved).rows(kv.page_size))
+    if halved is not None and halved <= reach.num_rows:
+        num_prompts = -(-halved // reach.num_keys)
+        length = -(-halved // num_prompts)
+        kept.append(num_prompts * ForwardShape(length, length).rows(kv.page_size))
     return kept
 
 

@@ -104,3 +104,19 @@ def test_every_variant_of_attention_is_met(
     # Each takes most of a second to compile.
     assert len(forwards) <= 6
     assert 1 <= len(warmed) <= BACKENDS[kind]
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "lengths"), [(8192, [7700]), (4096, [3850, 3850]), (3000, [2567, 2567, 2567])]
+)
+def test_halves_are_run_where_a_step_is_large_enough(num_keys: int, lengths: list[int]) -> None:
+    """Also where no sequence is as long as a step."""
+    kv = PagedKV(1, 4, PAGE, 8, 128, torch.bfloat16, META)
+    for num_rows, added in ((7699, []), (9000, [lengths])):
+        before, after = (
+            forwards_to_run(
+                Reach(num_rows, 16, num_keys, halved_rows=halved), kv, 4, ExactAttention()
+            )
+            for halved in (None, 7700)
+        )
+        assert [[len(one.tokens) for one in rows] for rows in after[len(before) :]] == added
