@@ -4,6 +4,7 @@ Rank 0 starts it, tells it through standard input who it is, and sends one messa
 a step. It ends when rank 0 says so, or is gone.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -69,7 +70,9 @@ def main() -> int:
         if isinstance(inbox, Board):
             inbox.group = group
         os.eventfd_write(join.joined, 1)
-        Worker(join, load_share(config, group), inbox, group).run()
+        worker = Worker(join, load_share(config, group), inbox, group)
+        gc.freeze()  # no step waits while all that was imported is looked through
+        worker.run()
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
