@@ -4,7 +4,11 @@ Rank 0 starts it, tells it through standard input who it is, and sends one messa
 a step. It ends when rank 0 says so, or is gone.
 """
 
+# ruff: noqa: E402
 import gc
+
+gc.disable()  # imports, of torch above all, take a sixth longer with it
+
 import logging
 import os
 import signal
@@ -45,6 +49,9 @@ from verify_service.target import Target, load_share
 if TYPE_CHECKING:  # needs triton
     from verify_service.executor.ranks.graphs import GraphFollower
 
+gc.freeze()  # no step waits while what was imported is looked through
+gc.enable()
+
 # A GPU's steps follow each other faster than a process wakes up; on a CPU whoever spins takes the
 # others' time.
 SPIN_SECONDS = 0.01
@@ -70,9 +77,7 @@ def main() -> int:
         if isinstance(inbox, Board):
             inbox.group = group
         os.eventfd_write(join.joined, 1)
-        worker = Worker(join, load_share(config, group), inbox, group)
-        gc.freeze()  # no step waits while all that was imported is looked through
-        worker.run()
+        Worker(join, load_share(config, group), inbox, group).run()
     except ForedraftError as error:
         logger.error("cannot start: %s", error)
         return 1
@@ -168,6 +173,7 @@ class Worker:
 
             both = captured(model, kv, attention, GraphSizes.of(sizes), self._group)
             self._follower = GraphFollower(*both)
+        gc.freeze()  # nor while what was loaded is
 
 
 def _store(join: Join) -> TCPStore:
