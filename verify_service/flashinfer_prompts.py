@@ -5,12 +5,13 @@ size; a server never compiles them itself, which takes half a minute.
 """
 
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from foredraft.attention.base import Batch, ForwardSizes
+from foredraft.attention.base import MOST_PLANS, Batch, ForwardSizes
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.prompts import PromptPlan, PromptsApart
 from foredraft.kvcache.paged_kv import PagedKV
@@ -60,31 +61,26 @@ class FlashInferAttention(PromptsApart):
 
     def __init__(self) -> None:
         super().__init__(TritonAttention())
-        self._wrapper: Any = None
-        self._has_copied: torch.cuda.Event | None = None
+        self._planners: list[_Planner] = []  # the next plan is the first one's
 
     def partial_bytes(self, sizes: ForwardSizes, device: torch.device) -> int:
         """See AttentionBackend."""
-        return super().partial_bytes(sizes, device) + 2 * _WORKSPACE_BYTES
+        return super().partial_bytes(sizes, device) + 2 * MOST_PLANS * _WORKSPACE_BYTES
 
-    def _plan_prompts(self, batch: Batch, kv: PagedKV, group_size: int) -> None:
-        spans = batch.spans
-        if self._wrapper is None:
-            from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-            device = kv.data.device
-            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "HND", backend=_kernels()
-            )
-        if self._has_copied is not None:
+    def _plan_prompts(self, batch: Batch, kv: PagedKV, group_size: int) -> "_Planner":
+        spans, device = batch.spans, kv.data.device
+        if not self._planners:
+            self._planners = [_Planner.on(device) for _ in range(MOST_PLANS)]
+        planner = self._planners.pop(0)
+        self._planners.append(planner)
+        if planner.has_copied is not None:
             # flashinfer writes a plan over the last one, which the GPU may not have copied yet.
-            self._has_copied.synchronize()
+            planner.has_copied.synchronize()
         ends = np.cumsum([0] + [span.num_rows for span in spans], dtype=np.int32)
         pages = [span.pages[: -(-span.num_keys // kv.page_size)] for span in spans]
         page_ends = np.cumsum([0] + [len(each) for each in pages], dtype=np.int32)
         last_lengths = [(span.num_keys - 1) % kv.page_size + 1 for span in spans]
-        self._wrapper.plan(
+        planner.wrapper.plan(
             torch.from_numpy(ends),
             torch.from_numpy(page_ends),
             torch.from_numpy(np.concatenate(pages).astype(np.int32)),
@@ -99,16 +95,38 @@ class FlashInferAttention(PromptsApart):
             kv_data_type=kv.data.dtype,
             disable_split_kv=True,
         )
-        if kv.data.is_cuda:
-            self._has_copied = torch.cuda.Event()
-            self._has_copied.record()
+        if device.type == "cuda":
+            planner.has_copied = torch.cuda.Event()
+            planner.has_copied.record()
+        return planner
 
     def _attend_prompts(
         self, plan: PromptPlan, queries: torch.Tensor, layer: int, scale: float, out: torch.Tensor
     ) -> None:
         prompts, rows = queries[plan.first_row :], out[plan.first_row :]
         stored = _pages(plan.kv, plan.kv.keys(layer)), _pages(plan.kv, plan.kv.values(layer))
-        self._wrapper.run(prompts, stored, q_scale=scale, out=rows.view(prompts.shape))
+        wrapper = plan.prompts.wrapper
+        wrapper.run(prompts, stored, q_scale=scale, out=rows.view(prompts.shape))
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Holds one plan at a time.
+
+    Attributes:
+        wrapper: flashinfer's object with the plan.
+        has_copied: When the GPU has copied the plan; None before the first one.
+    """
+
+    wrapper: Any
+    has_copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def on(cls, device: torch.device) -> "_Planner":
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return cls(BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=_kernels()))
 
 
 def _pages(kv: PagedKV, stored: torch.Tensor) -> torch.Tensor:

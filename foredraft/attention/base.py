@@ -11,6 +11,8 @@ import torch
 
 from foredraft.kvcache.paged_kv import PagedKV
 
+MOST_PLANS = 2  # of a forward: one for each half of its rows
+
 
 @dataclass(slots=True)
 class SequenceSpan:
@@ -216,6 +218,8 @@ class AttentionBackend(ABC):
         self, batch: Batch, kv: PagedKV, windows: Sequence[int | None], group_size: int
     ) -> Any:
         """Prepares the data that all layers of one forward read.
+
+        The newest MOST_PLANS of a backend's plans can be used, in turns.
 
         Args:
             windows: Distinct attention windows of the layers; None stands for a layer that sees all

@@ -79,7 +79,16 @@ def step(rng, kinds):
     return spans
 
 
-def check(backend, spans, device="cpu", dtype=torch.float32, heads=(4, 2), dim=16, tolerance=2e-5):
+def check(
+    backend,
+    spans,
+    device="cpu",
+    dtype=torch.float32,
+    heads=(4, 2),
+    dim=16,
+    tolerance=2e-5,
+    cut=None,
+):
     rng = np.random.default_rng(3)
     kv = PagedKV(2, 400, PAGE_SIZE, heads[1], dim, dtype, device)
     kv.data.copy_(torch.from_numpy(rng.normal(size=tuple(kv.data.shape))))
@@ -88,16 +97,21 @@ def check(backend, spans, device="cpu", dtype=torch.float32, heads=(4, 2), dim=1
     # Queries lie in rows with their keys and values.
     both = torch.from_numpy(rng.normal(size=(batch.num_rows, heads[0] + 2 * heads[1], dim)))
     queries = both.to(device, dtype)[:, : heads[0]]
-    plan = backend.plan(batch, kv, (None,), heads[0] // heads[1])
+    parts = [batch] if cut is None else batch.halves(cut)
+    plans = [backend.plan(part, kv, (None,), heads[0] // heads[1]) for part in parts]
     out = torch.full((batch.num_rows, heads[0] * dim), torch.nan, dtype=dtype, device=device)
-    backend.attend(plan, queries, 1, None, SCALE, out)
+    first = 0
+    for part, plan in zip(parts, plans, strict=True):
+        own = slice(first, first + part.num_rows)
+        backend.attend(plan, queries[own], 1, None, SCALE, out[own])
+        first += part.num_rows
     for span in spans:
         rows = slice(span.first_row, span.first_row + span.num_rows)
         slots = slots_of(span, PAGE_SIZE, 0, span.num_keys)
         keys, values = (x.cpu().double()[:, slots] for x in (kv.keys(1), kv.values(1)))
         want = brute_force(span, queries[rows].cpu().double(), keys, values, None)
         torch.testing.assert_close(out[rows].cpu().double(), want, rtol=tolerance, atol=tolerance)
-    return plan
+    return plans[0]
 
 
 STEPS = [
@@ -118,15 +132,27 @@ def test_equals_brute_force(kinds):
     assert isinstance(plan, PromptPlan) == ("prompt" in kinds and kinds[-1] != "tree")
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("cut", [100, 300])
+def test_halves_are_planned_before_one_is_computed(cut):
+    backend = FlashInferAttention()
+    backend.others = SdpaAttention()
+    for kinds in (("prompt", "prompt", "prompt"), ("row", "tree", "prompt", "prompt", "prompt")):
+        check(backend, step(np.random.default_rng(cut), kinds), cut=cut)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer")
+@pytest.mark.parametrize("cut", [None, 140])
 @pytest.mark.parametrize("kinds", STEPS)
-def test_flashinfer_equals_brute_force(kinds):
+def test_flashinfer_equals_brute_force(kinds, cut):
     if why := why_not(torch.bfloat16, torch.bfloat16, 128, is_windowed=False):
         pytest.skip(why)
     spans = step(np.random.default_rng(len(kinds)), kinds)
-    check(FlashInferAttention(), spans, "cuda", torch.bfloat16, (8, 2), 128, 3e-2)
+    if cut is not None and cut >= sum(span.num_rows for span in spans):
+        pytest.skip("has fewer rows")
+    check(FlashInferAttention(), spans, "cuda", torch.bfloat16, (8, 2), 128, 3e-2, cut)
 
 
 def test_says_what_is_missing(monkeypatch):
