@@ -2,6 +2,7 @@
 answer that is no defect.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,13 @@ import httpx
 import hypothesis
 import pytest
 import schemathesis
+from schemathesis.pytest.lazy import get_all_tests
 
 from foredraft.cli.stack import LocalStack
 from testing.stack import eventually, is_idle
 
 PATH = Path(__file__).parents[2] / "docs" / "openapi.json"
 DOCUMENT: dict[str, Any] = json.loads(PATH.read_text())
-SCHEMA = schemathesis.openapi.from_path(PATH)
 # A fuzzed deadline may pass, and a name that nobody serves be asked for.
 ANSWERS = {200, 400, 404, 405, 413, 504}
 
@@ -93,26 +94,36 @@ def check(case: schemathesis.Case, stack: LocalStack) -> None:
         assert error["type"] != "api_error"
 
 
-def fuzzed(method: str, path: str) -> Callable[..., None]:
-    """The test of one operation."""
+@functools.cache
+def schema() -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_path(PATH)
 
-    @pytest.mark.slow
-    @SCHEMA.include(method=method.upper(), path=path).parametrize()
-    @hypothesis.settings(
+
+def fuzzed(method: str, path: str) -> Callable[[LocalStack], None]:
+    """The test of one operation. Its cases are made as it begins: made for `parametrize`, every
+    worker would make those of all operations.
+    """
+    settings = hypothesis.settings(
         max_examples=25,
         deadline=None,
         database=None,
         derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    def test(case: schemathesis.Case, stack: LocalStack) -> None:
-        check(case, stack)
+
+    @pytest.mark.slow
+    def test(stack: LocalStack) -> None:
+        described = schema().include(method=method.upper(), path=path)
+        [made] = get_all_tests(
+            schema=described, test_func=check, settings=settings, given_kwargs=None
+        )
+        _, run = made.ok()
+        run(stack=stack)
 
     return test
 
 
-# Each has a name of its own: of tests with one id, as schemathesis gives them under pytest 9.2,
-# xdist runs a single one.
+# Each has a name of its own: of tests with one id xdist runs a single one.
 for route, operations in DOCUMENT["paths"].items():
     for verb, described in operations.items():
         globals()[f"test_fuzzed_{described['operationId']}"] = fuzzed(verb, route)
