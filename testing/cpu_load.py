@@ -117,7 +117,7 @@ def serve(
             active.append(pending.pop(0))
             active[-1].began = now
         nodes = [0] * len(active)
-        if controller is not None:
+        if controller is not None and not controller.stays_suspended:
             candidates = [
                 Candidate(one.history, [min(depth, one.left - 1)], [one.behind], one.left)
                 for one in active
@@ -135,6 +135,9 @@ def serve(
             wait = Wait(max(nodes), asked, draft, unread=unread) if asked else NO_WAIT
             rows = len(active) + sum(nodes)
             controller.observe(Observed(len(active), rows, target, tokens, wait))
+            for one in active:
+                if one.left <= 0:
+                    controller.forget(one.history)
         for one in active:
             one.ended = now
         active = [one for one in active if one.left > 0]
