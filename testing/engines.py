@@ -14,7 +14,7 @@ from foredraft.config.speculation import each_draft
 from foredraft.models.speculation import resolve
 from foredraft.types import SamplingParams, SpeculationParams
 from testing.drafts import DraftProcess, ForkedDraft
-from testing.forked import ForkedModule
+from testing.forked import forked_rank
 from verify_service.attach.links import connect_drafts
 from verify_service.engine.engine import Engine
 from verify_service.engine.live_requests import EngineRequest
@@ -177,13 +177,9 @@ def accept_length(results: Sequence[Result]) -> float:
 @contextlib.contextmanager
 def _ranks_forked(are_forked: bool) -> Iterator[None]:
     """Forks the processes of ranks that are started meanwhile; torch alone takes seconds."""
-
-    def forked(workers: Workers, descriptors: Sequence[int]) -> ForkedModule:
-        return ForkedModule(workers.module, descriptors=descriptors)
-
     launch = Workers.launch
     if are_forked:
-        Workers.launch = forked  # type: ignore[assignment, method-assign]
+        Workers.launch = forked_rank  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import multiprocessing.reduction
 import os
 import runpy
@@ -16,9 +17,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from foredraft.rpc.lifetime import PARENT_VARIABLE
+
+if TYPE_CHECKING:  # brings torch
+    from verify_service.executor.ranks.workers import Workers
 
 _IMPORTED = (
     "testing.forked",
@@ -31,6 +35,9 @@ _IMPORTED = (
     "verify_service.__main__",
     "verify_service.executor.ranks.group",
 )
+# Set where a verifier that is forked forks the processes of its ranks, too.
+RANKS_VARIABLE = "FOREDRAFT_TESTS_FORK_RANKS"
+_server = multiprocessing.forkserver._forkserver
 # multiprocessing lets one thread at a time start processes, and look whether they have ended.
 _lock = threading.Lock()
 
@@ -73,10 +80,12 @@ class ForkedModule:
             own, its = os.pipe()
             given[0] = _Descriptor(own)
             self.stdin = open(its, "wb")  # noqa: SIM115
-        self._process = context().Process(
-            target=_run_module, args=(module, arguments, variables, writer, given)
-        )
         with _lock:
+            _server.ensure_running()
+            server = _server._forkserver_address  # type: ignore[attr-defined]
+            self._process = context().Process(
+                target=_run_module, args=(module, arguments, variables, writer, given, server)
+            )
             self._process.start()
         if descriptors is not None:
             os.close(own)
@@ -136,13 +145,26 @@ def forked(command: Sequence[str], environment: Mapping[str, str]) -> ForkedModu
     return ForkedModule(module, *arguments, environment=environment, has_pipe=True)
 
 
+def forked_rank(workers: "Workers", descriptors: Sequence[int]) -> ForkedModule:
+    """Starts a rank's process, in place of `Workers.launch`."""
+    return ForkedModule(workers.module, descriptors=descriptors)
+
+
 def _run_module(
     module: str,
     arguments: tuple[str, ...],
     environment: Mapping[str, str],
     output: Connection | None,
     given: Mapping[int, _Descriptor],
+    server: str,
 ) -> None:
+    # What this process forks comes from the same server: another one would import everything anew.
+    _server._forkserver_address = server  # type: ignore[attr-defined]
+    _server.ensure_running = lambda: None  # type: ignore[method-assign]
+    if RANKS_VARIABLE in environment and module == "verify_service":
+        from verify_service.executor.ranks.workers import Workers
+
+        Workers.launch = forked_rank  # type: ignore[assignment, method-assign]
     os.environ.clear()
     os.environ.update(environment)
     if PARENT_VARIABLE in environment:  # the process that forks these ends with the tests

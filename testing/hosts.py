@@ -1,4 +1,7 @@
-"""Host 1 of a verifier whose ranks are on two hosts, as a process of this machine."""
+"""Host 1 of a verifier whose ranks are on two hosts, as a process of this machine.
+
+Also a program: `python -m testing.hosts FLAGS` is `foredraft serve FLAGS` with forked services.
+"""
 
 import concurrent.futures
 import os
@@ -7,6 +10,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from foredraft.cli import main
+from foredraft.cli.supervisor import Supervisor
+from testing.forked import forked
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,12 +25,18 @@ class Host:
         flags: Flags of `foredraft serve`.
         before: What begins its command line.
         variables: Environment variables of its own.
+        is_forked: Whether its services are forked, which the device must be a CPU for.
     """
 
     def __init__(
-        self, flags: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = {}
+        self,
+        flags: Sequence[str],
+        before: Sequence[str] = (),
+        variables: Mapping[str, str] = {},
+        is_forked: bool = False,
     ) -> None:
-        command = [*before, sys.executable, "-m", "foredraft.cli.main", "serve", *flags]
+        program = ["testing.hosts"] if is_forked else ["foredraft.cli.main", "serve"]
+        command = [*before, sys.executable, "-m", *program, *flags]
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             command,
@@ -54,3 +67,8 @@ def other_ranks(lines: list[str]) -> list[int]:
     """Processes on host 1, by what rank 0 has logged last."""
     [*_, joined] = [line for line in lines if "ranks have joined" in line]
     return [int(pid) for pid in re.findall(r"pid (\d+) on ", joined)]
+
+
+if __name__ == "__main__":
+    Supervisor.launch = staticmethod(forked)  # type: ignore[assignment, method-assign]
+    sys.exit(main.main(["serve", *sys.argv[1:]]))
