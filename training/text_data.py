@@ -73,9 +73,12 @@ def _read_file(path: Path) -> Iterator[Document]:
     data = path.read_bytes()
     name = path.name
     if name.endswith(".xz"):
-        data, name = lzma.decompress(data), name.removesuffix(".xz")
+        try:
+            data, name = lzma.decompress(data), name.removesuffix(".xz")
+        except lzma.LZMAError as error:
+            raise ConfigError(f"{path} cannot be unpacked: {error}") from None
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
     if name.endswith(".jsonl"):
@@ -90,10 +93,16 @@ def _read_file(path: Path) -> Iterator[Document]:
 def _text_of(line: str, path: Path, number: int) -> str:
     try:
         content = json.loads(line)["text"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
         raise ConfigError(f'{path}, line {number}: not an object with a text, {{"text": "..."}}')
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{path}, line {number}: the text has half a surrogate pair, which is no character"
+        ) from None
     return content
 
 
