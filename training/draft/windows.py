@@ -121,15 +121,17 @@ def write_windows(target: Target, stream: np.ndarray, out: Path, plan: WindowPla
     turns = -(-(count - len(windows)) // plan.batch)
     with Progress(turns * num_new, 0, f"the target writes {count} windows") as progress:
         while len(windows) < count:
-            turn = len(windows) // plan.batch
-            rows = min(plan.batch, count - len(windows))
-            generator = np.random.default_rng((plan.seed, turn))
+            done = len(windows)
+            rows = min(plan.batch, count - done)
+            # Seeded by place, since a later run may write more, and in other batches.
+            generator = np.random.default_rng((plan.seed, done))
             prompts = torch.from_numpy(cut(stream, rows, plan.prompt, generator).astype(np.int64))
+            turn = -(-done // plan.batch)
             tokens = target.generate(
                 prompts.to(target.device),
                 num_new,
                 plan.temperatures[turn % len(plan.temperatures)],
-                plan.seed * 1_000_003 + turn,
+                plan.seed * 1_000_003 + done,
                 lambda: progress.advance(1),
             )
             windows = np.concatenate((windows, tokens.cpu().numpy().astype(np.int32)))
@@ -150,17 +152,33 @@ def _written(path: Path, author: Path, identity: dict[str, str], length: int) ->
     Raises:
         ConfigError: See `write_windows`.
     """
-    windows = np.load(path) if path.is_file() else np.zeros((0, length), dtype=np.int32)
-    if author.is_file() and json.loads(author.read_text()) != identity:
-        raise ConfigError(
-            f"another model wrote {path}; delete it and {author.name}, or set --generated to"
-            " another folder"
-        )
+    windows = np.zeros((0, length), dtype=np.int32)
+    if path.is_file():
+        try:
+            windows = np.load(path)
+        except (OSError, EOFError, ValueError) as error:
+            raise _unreadable(path) from error
+        if windows.ndim != 2 or windows.dtype != np.int32:
+            raise _unreadable(path)
+    if author.is_file():
+        try:
+            wrote = json.loads(author.read_bytes())
+        except ValueError as error:
+            raise _unreadable(author) from error
+        if wrote != identity:
+            raise ConfigError(
+                f"another model wrote {path}; delete it and {author.name}, or set --generated to"
+                " another folder"
+            )
     if windows.shape[1] != length:
         raise ConfigError(
             f"{path} holds windows of {windows.shape[1]} tokens; delete it or set --window"
         )
     return windows
+
+
+def _unreadable(path: Path) -> ConfigError:
+    return ConfigError(f"{path}: cannot be read; delete it")
 
 
 def heldout_prompts(
