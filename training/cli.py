@@ -40,6 +40,13 @@ def main(argv: list[str]) -> int:
         print(f"foredraft train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        remedy = "; the same command with --resume goes on" if "resume" in arguments else ""
-        print(f"foredraft train: stopped{remedy}", file=sys.stderr)
+        print(f"foredraft train: stopped{_how_to_go_on(arguments)}", file=sys.stderr)
         return 130
+
+
+def _how_to_go_on(arguments: argparse.Namespace) -> str:
+    if "resume" not in arguments:
+        return ""
+    if (arguments.out / "checkpoint.pt").is_file():
+        return "; the same command with --resume goes on"
+    return "; there is no checkpoint (--checkpoint-every): the steps so far are lost"

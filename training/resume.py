@@ -56,6 +56,14 @@ def save_state(state: dict[str, Any], path: Path, part_bytes: int = PART_BYTES) 
             old.unlink()
 
 
+def drop_state(path: Path) -> None:
+    """Removes a state that `save_state` wrote; there need be none."""
+    if path.is_file():
+        path.unlink()
+    for part in path.parent.glob(f"{path.stem}-step*.pt"):
+        part.unlink()
+
+
 def load_state(path: Path) -> dict[str, Any]:
     """Reads a state that `save_state` wrote, with tensors on the CPU.
 

@@ -112,7 +112,11 @@ def test_an_interrupt_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("training.commands.draft.resolve_device", interrupted)
-    assert main(["train", "draft", "--target=x", f"--out={tmp_path}"]) == 130
+    command = ["train", "draft", "--target=x", f"--out={tmp_path}"]
+    assert main(command) == 130
+    assert "stopped; there is no checkpoint (--checkpoint-every)" in capsys.readouterr().err
+    (tmp_path / "checkpoint.pt").touch()
+    assert main(command) == 130
     assert "stopped; the same command with --resume goes on" in capsys.readouterr().err
 
 

@@ -351,6 +351,20 @@ def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
         assert torch.equal(ours, theirs), name
 
 
+def test_a_new_run_in_an_old_folder_leaves_no_checkpoint_to_resume_from(
+    toy_target: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config = draft_config(toy_target, tmp_path, steps=3, validation=())
+    DraftTrainer(config).run()
+    bad = dataclasses.replace(config, data=(tmp_path / "nowhere",))
+    with pytest.raises(ConfigError, match="no such file"):
+        DraftTrainer(bad)
+    assert (tmp_path / "checkpoint.pt").is_file(), "a mistake costs nothing"
+    DraftTrainer(config)
+    resumed = DraftTrainer(dataclasses.replace(config, resume=True))
+    assert resumed.step == 0
+
+
 def test_what_another_target_wrote_is_not_taken(
     toy_target: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -159,8 +159,11 @@ def test_a_new_run_in_an_old_folder_takes_over_nothing(corpus: Path, tmp_path: P
     assert again.shape.vocab_size < first.shape.vocab_size
     assert again.num_tokens != first.num_tokens
     assert (tmp_path / "log.jsonl").read_text() == ""
-    given = LMTrainer(config_for(corpus, tmp_path, tokenizer=tmp_path))
-    assert given.shape.vocab_size == again.shape.vocab_size, "a tokenizer that was asked for stays"
+    again._save_checkpoint()
+    LMTrainer(config_for(corpus, tmp_path))
+    assert not list(tmp_path.glob("checkpoint*")), "--resume would go on from another run"
+    given = LMTrainer(config_for(corpus, tmp_path, shape=other, tokenizer=tmp_path))
+    assert given.shape.vocab_size == first.shape.vocab_size, "a tokenizer that was asked for stays"
 
 
 def test_lines_of_text_may_hold_any_character_and_wrong_ones_are_named(tmp_path: Path) -> None:

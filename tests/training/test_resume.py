@@ -11,7 +11,7 @@ import torch
 
 from foredraft.errors import CheckpointError
 from training import resume
-from training.resume import load_state, save_state
+from training.resume import drop_state, load_state, save_state
 
 
 def state(step: int) -> dict[str, Any]:
@@ -108,3 +108,12 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-step3-2.pt").unlink()
     with pytest.raises(CheckpointError, match="checkpoint-step3-2"):
         load_state(path)
+
+
+def test_a_dropped_state_leaves_nothing_but_what_is_no_part_of_it(tmp_path: Path) -> None:
+    path, other = tmp_path / "checkpoint.pt", tmp_path / "checkpoints.txt"
+    other.write_text("notes")
+    save_state(state(3), path, part_bytes=1000)
+    drop_state(path)
+    assert list(tmp_path.iterdir()) == [other]
+    drop_state(path)

@@ -37,7 +37,7 @@ from training.lm.model import LlamaShape
 from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.plots import plot_curves
 from training.progress import Progress, say
-from training.resume import load_state, save_state
+from training.resume import drop_state, load_state, save_state
 from training.run_log import RunLog
 from training.text_data import read_documents, read_tokenizer
 from training.token_map import select_tokens
@@ -160,6 +160,8 @@ class DraftTrainer:
                 f"--validation: there is no text of more than --eval-prompt {config.eval_prompt}"
                 " tokens"
             )
+        if not config.resume:
+            drop_state(config.out / "checkpoint.pt")
         windows = np.concatenate((written_windows(self.target, stream, start, config), plain))
         self.heldout = heldout_continuations(
             self.target, prompts, config.eval_new_tokens, config.seed

@@ -22,7 +22,7 @@ from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.lm.speed import matmul_tflops, shape_tflops
 from training.plots import plot_curves
 from training.progress import Progress, say
-from training.resume import load_state, save_state
+from training.resume import drop_state, load_state, save_state
 from training.run_log import RunLog
 from training.text_data import (
     Document,
@@ -143,6 +143,7 @@ class LMTrainer:
         if config.resume:
             self._load_checkpoint()
         else:
+            drop_state(config.out / "checkpoint.pt")
             self.log.restore(())
 
     def _prepare_text(self) -> tuple[Tokenizer, np.ndarray]:
