@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 
+MAX_ORDER = 7  # a context and its next byte fill 64 bits
+
 
 def xz_bits_per_byte(text: bytes) -> float:
     """Returns the size of the text compressed by `xz -9e`, in bits per byte."""
@@ -20,12 +22,10 @@ class ByteNgram:
 
     Args:
         text: Training text.
-        order: Number of context bytes, at most 7 (a context and its next byte fill 64 bits).
+        order: Number of context bytes, at most MAX_ORDER; the text has more.
     """
 
     def __init__(self, text: bytes, order: int = 6) -> None:
-        if not 0 <= order <= 7:
-            raise ValueError(f"order must be 0 to 7, not {order}")
         self.order = order
         self._grams: list[tuple[np.ndarray, np.ndarray]] = []
         self._contexts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []

@@ -26,6 +26,7 @@ from training.export import save_array
 from training.progress import say
 
 END_OF_TEXT = "<|endoftext|>"
+LEAST_TOKENS = 1 + 256  # of a tokenizer: END_OF_TEXT and the bytes
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' +"
     " message['content'] + '\\n' }}{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' +"
@@ -206,6 +207,8 @@ def pack(
             f"--repeat {', '.join(unknown)}: the text has {', '.join(sorted(domains))}"
         )
     order = _shuffled(documents, repeats, seed)
+    if not order:
+        raise ConfigError("--data: there is no text where every --repeat is 0")
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 65536 else np.uint32
     encoded: list[np.ndarray] = []
     for start in range(0, len(documents), 4096):

@@ -13,7 +13,7 @@ from foredraft.errors import ConfigError
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
     """Counts the occurrences of each token id, int64 [vocab]."""
-    counts = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    counts = np.zeros(1 + max(tokenizer.get_vocab().values()), dtype=np.int64)
     batch: list[str] = []
     for text in texts:
         batch.append(text)
@@ -44,13 +44,16 @@ def select_tokens(
         (ids, share of all occurrences they cover).
 
     Raises:
-        ConfigError: More ids are wanted than there are.
+        ConfigError: More ids are wanted than there are, or one that there is not.
     """
+    for token in always:
+        if not 0 <= token < len(counts):
+            raise ConfigError(f"--always must be in [0, {len(counts) - 1}], not {token}")
     if not len(always) <= size <= len(counts):
         raise ConfigError(f"--size must be between {len(always)} and {len(counts)}, not {size}")
     ranked = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     kept = set(ranked[:size])
-    missing = [token for token in always if token not in kept]
+    missing = [token for token in dict.fromkeys(always) if token not in kept]
     ids = ranked[: size - len(missing)] + missing
     return ids, float(counts[ids].sum() / max(1, counts.sum()))
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from foredraft.cli.main import main
 
@@ -60,6 +62,14 @@ def test_a_bundled_target_is_found_by_its_name(tmp_path: Path) -> None:
         (["--intermediate=-1"], "--intermediate must be at least 0, not -1"),
         (["--temperature=-1"], "--temperature must be at least 0, not -1"),
         (["--mask-token=8192"], "--mask-token must be in [0, 8191]"),
+        (["--temperature=nan"], "--temperature must be at least 0, not nan"),
+        (["--lr=nan"], "--lr must be a number above 0, not nan"),
+        (["--seed=-1"], "--seed must be in [0, 4294967295], not -1"),
+        (["--seed=99999999999999999999"], "--seed must be in [0, 4294967295], not 9999"),
+        (
+            ["--draft-vocab-size=4", "--validation={text}", "--eval-prompt=8"],
+            "--topk must be at most the 4 tokens of the draft vocabulary, not 8",
+        ),
     ],
 )
 def test_bad_input_leaves_no_folder(
@@ -82,6 +92,10 @@ def test_bad_input_leaves_no_folder(
         (["--heads=3", "--kv-heads=2"], "--heads must be a multiple of --kv-heads"),
         (["--batch=3", "--micro-batch=2"], "--batch must be a multiple of --micro-batch"),
         (["--validation={none}"], "no such file or folder"),
+        (["--head-dim=15"], "--head-dim must be even, not 15"),
+        (["--vocab-size=256"], "--vocab-size must be at least 257, not 256"),
+        (["--lr=0"], "--lr must be a number above 0, not 0"),
+        (["--seed=-1"], "--seed must be in [0, 4294967295], not -1"),
     ],
 )
 def test_a_language_model_needs_sizes_that_go_together(
@@ -93,6 +107,58 @@ def test_a_language_model_needs_sizes_that_go_together(
     assert main(["train", "lm", f"--data={text}", f"--out={out}", "--device=cpu", *given]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("given", ["py", "py=x", "py=-1"])
+def test_repeats_of_a_domain_are_a_number(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["train", "lm", f"--data={tmp_path}", f"--out={tmp_path}", f"--repeat={given}"])
+    assert exit.value.code == 2
+    assert f"argument --repeat: '{given}' is not DOMAIN=N" in capsys.readouterr().err
+
+
+def test_text_with_a_token_that_the_target_does_not_have_is_told(
+    toy_target: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(toy_target[1], tmp_path / "target")
+    file = tmp_path / "target" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<|image|>"])
+    tokenizer.save(str(file))
+    text = tmp_path / "text.py"
+    text.write_text(TEXT * 40)
+    flags = [f"--target={tmp_path / 'target'}", f"--out={tmp_path / 'head'}", "--device=cpu"]
+    sizes = ["--algorithm=MTP", "--windows=2", "--text-windows=2"]
+    assert main(["train", "draft", *flags, f"--data={text}", *sizes, *SMALL]) == 0
+    text.write_text(TEXT * 40 + "<|image|>")
+    assert main(["train", "draft", *flags, f"--data={text}", *sizes, *SMALL]) == 2
+    last = tokenizer.get_vocab_size() - 2
+    message = f"the text has token {last + 1}, and the target's vocabulary ids 0 to {last}"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--order=8"], "--order must be in [0, 7], not 8"),
+        (["--order=-1"], "--order must be in [0, 7], not -1"),
+        (["--max-bytes=6"], "--data: 6 bytes of text are too few for --order 6"),
+        (["--data={empty}"], "--data: 0 bytes of text are too few for --order 6"),
+        (["--validation={empty}"], "--validation: there is no text"),
+        (["--eval-bytes=0"], "--eval-bytes must be at least 1, not 0"),
+    ],
+)
+def test_baselines_need_text_and_an_order(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, empty = tmp_path / "text.py", tmp_path / "empty.py"
+    text.write_text(TEXT)
+    empty.touch()
+    given = [flag.format(empty=empty) for flag in flags]
+    assert main(["train", "baselines", f"--data={text}", f"--validation={text}", *given]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(

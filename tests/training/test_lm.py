@@ -134,6 +134,17 @@ def test_a_student_learns_from_a_teacher(corpus: Path, trained: Path, tmp_path: 
     assert float(trainer._micro_loss(windows)[0].detach()) < before - 1
 
 
+def test_a_teacher_of_other_sizes_is_refused(corpus: Path, trained: Path, tmp_path: Path) -> None:
+    long = dataclasses.replace(SHAPE, context_length=65)
+    changes = {"tokenizer": trained, "teacher": trained}
+    with pytest.raises(ConfigError, match="--context: 65 tokens are more than the teacher's 64"):
+        LMTrainer(config_for(corpus, tmp_path, shape=long, **changes))
+    other = dataclasses.replace(SHAPE, vocab_size=260)
+    message = r"--teacher has \d+ tokens in its vocabulary, the tokenizer 260; give its folder"
+    with pytest.raises(ConfigError, match=message):
+        LMTrainer(config_for(corpus, tmp_path, shape=other, teacher=trained))
+
+
 def test_sampled_windows_cover_an_epoch_and_do_not_depend_on_history(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -202,6 +213,8 @@ def test_text_and_domains_that_are_not_there_are_configuration_errors(
         LMTrainer(config_for(corpus, tmp_path / "a", data=(tmp_path / "empty",)))
     with pytest.raises(ConfigError, match="--repeat docs: the text has py"):
         LMTrainer(config_for(corpus, tmp_path / "b", repeats={"docs": 2, "py": 1}))
+    with pytest.raises(ConfigError, match="--data: there is no text"):
+        LMTrainer(config_for(corpus, tmp_path / "c", repeats={"py": 0}))
 
 
 def test_missing_text_is_a_configuration_error(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from draft_service.models.shared_weights import read_token_map
+from foredraft.cli.main import main
 from foredraft.errors import CheckpointError, ConfigError
 from training.text_data import read_tokenizer
 from training.token_map import count_tokens, select_tokens, write_token_map
@@ -18,8 +21,12 @@ def test_ids_are_ranked_by_count_and_the_named_ones_are_in() -> None:
     assert ids == [2, 1, 0]
     assert coverage == pytest.approx(14 / 20)
     assert select_tokens(counts, 3)[0] == [2, 1, 3]
+    assert select_tokens(counts, 3, always=[4, 4, 0])[0] == [2, 4, 0]
     with pytest.raises(ConfigError, match="--size"):
         select_tokens(counts, 7)
+    for wrong in (6, -1):
+        with pytest.raises(ConfigError, match=rf"--always must be in \[0, 5\], not {wrong}"):
+            select_tokens(counts, 3, always=[wrong])
 
 
 def test_both_files_hold_the_same_ids(tmp_path: Path) -> None:
@@ -39,6 +46,21 @@ def test_counting_matches_the_tokenizer() -> None:
     ids = tokenizer.encode("to be", add_special_tokens=False).ids
     assert counts.sum() == len(ids)
     assert all(counts[token] >= 1 for token in ids)
+
+
+def test_ids_may_have_gaps() -> None:
+    tokenizer = Tokenizer(WordLevel({"unknown": 0, "word": 500}, unk_token="unknown"))
+    counts = count_tokens(["word"], tokenizer)
+    assert len(counts) == 501
+    assert counts.nonzero()[0].tolist() == [500]
+
+
+def test_a_map_needs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    flags = [f"--data={tmp_path / 'empty.txt'}", "--size=9", f"--out={tmp_path / 'map.pt'}"]
+    assert main(["train", "token-map", "--tokenizer=models/foredraft-demo", *flags]) == 2
+    assert "--data: there is no text" in capsys.readouterr().err
+    assert not (tmp_path / "map.pt").exists()
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:

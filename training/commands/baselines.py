@@ -28,22 +28,33 @@ def add_parser(subparsers: Subparsers) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import random
 
-    from training.baselines import ByteNgram, xz_bits_per_byte
+    from foredraft.errors import ConfigError
+    from training.baselines import MAX_ORDER, ByteNgram, xz_bits_per_byte
+    from training.bounds import check_least
     from training.lm.evaluate import heldout_texts
     from training.text_data import read_documents
 
+    order = arguments.order
+    if not 0 <= order <= MAX_ORDER:
+        raise ConfigError(f"--order must be in [0, {MAX_ORDER}], not {order}")
+    check_least(arguments, {"max_bytes": 1, "eval_bytes": 1}, {})
     documents = list(read_documents(arguments.data))
     random.Random(1).shuffle(documents)
     text = "\n".join(document.text for document in documents).encode()[: arguments.max_bytes]
-    ngram = ByteNgram(text, arguments.order)
+    if len(text) <= order:
+        raise ConfigError(f"--data: {len(text)} bytes of text are too few for --order {order}")
+    held_out = list(read_documents(arguments.validation))
+    if not held_out:
+        raise ConfigError("--validation: there is no text")
+    ngram = ByteNgram(text, order)
     rows = {}
-    heldout = heldout_texts(list(read_documents(arguments.validation)), arguments.eval_bytes)
+    heldout = heldout_texts(held_out, arguments.eval_bytes)
     for domain, texts in heldout.items():
         held = "\n".join(texts).encode()
         rows[domain] = {
             "bytes": len(held),
             "xz": xz_bits_per_byte(held),
-            f"ngram{arguments.order}": ngram.bits_per_byte(held),
+            f"ngram{order}": ngram.bits_per_byte(held),
         }
     print(json.dumps(rows, indent=1))
     if arguments.out:

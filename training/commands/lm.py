@@ -9,6 +9,8 @@ from training.commands.parsing import Subparsers, add_checkpoint_flags, resolve_
 
 def _repeat(text: str) -> tuple[str, int]:
     domain, _, count = text.partition("=")
+    if not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not DOMAIN=N")
     return domain, int(count)
 
 

@@ -19,6 +19,7 @@ class AnchorTrainer(DraftTrainer):
         first_anchor: First slot of a window that a block may follow.
     """
 
+    has_trees = False
     first_anchor: int
 
     @property

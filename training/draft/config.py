@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foredraft.errors import ConfigError
-from training.bounds import check_least
+from training.bounds import check_least, check_seed_and_rate
 
 _LEAST = {
     "windows": 0, "text_windows": 0, "free_windows": 0, "prompt": 1, "window": 2,
@@ -103,8 +103,10 @@ class DraftTrainingConfig:
     def __post_init__(self) -> None:
         """Raises ConfigError for sizes that cannot be trained or measured with."""
         check_least(self, _LEAST, {"intermediate_size": "--intermediate"})
-        if min(self.temperatures) < 0:
-            raise ConfigError(f"--temperature must be at least 0, not {min(self.temperatures)}")
+        check_seed_and_rate(self.seed, self.lr)
+        for temperature in self.temperatures:
+            if not 0 <= temperature < math.inf:
+                raise ConfigError(f"--temperature must be at least 0, not {temperature}")
         if not self.windows + self.text_windows + self.free_windows:
             raise ConfigError("give --windows, --text-windows or --free-windows")
         if self.windows and self.prompt >= self.window:

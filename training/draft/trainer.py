@@ -26,6 +26,7 @@ from training.draft.target import Target
 from training.draft.unroll import DraftInputs, draft_loss, unroll
 from training.draft.windows import (
     check_length,
+    check_vocabulary,
     cut,
     encode_stream,
     heldout_continuations,
@@ -55,6 +56,8 @@ class DraftTrainingResult:
 
 class DraftTrainer:
     """One run of `foredraft train draft`."""
+
+    has_trees = True  # whether trees are measured
 
     def __init__(self, config: DraftTrainingConfig) -> None:
         self.config = config
@@ -124,6 +127,12 @@ class DraftTrainer:
         if config.validation:
             measured = config.eval_prompt + config.eval_new_tokens
             lengths["--eval-prompt and --eval-new-tokens"] = measured
+            drafted = self.shape.draft_vocab_size or shape.vocab_size
+            if self.has_trees and config.topk > drafted:
+                raise ConfigError(
+                    f"--topk must be at most the {drafted} tokens of the draft vocabulary, not"
+                    f" {config.topk}"
+                )
         for flags, length in lengths.items():
             if length > shape.context_length:
                 raise ConfigError(
@@ -142,6 +151,7 @@ class DraftTrainer:
         if config.windows or config.text_windows:
             say("reading and encoding the text")
             stream = encode_stream(list(read_documents(config.data)), tokenizer, start)
+            check_vocabulary(stream, "--data", self.target.shape.vocab_size)
             say(f"{len(stream) / 1e6:.1f} M tokens of text")
             check_length(stream, config.window if config.text_windows else config.prompt)
         if config.text_windows:
@@ -155,6 +165,8 @@ class DraftTrainer:
             config.eval_prompt,
             config.seed,
         )
+        for tokens in prompts.values():
+            check_vocabulary(tokens, "--validation", self.target.shape.vocab_size)
         if config.validation and not prompts:
             raise ConfigError(
                 f"--validation: there is no text of more than --eval-prompt {config.eval_prompt}"

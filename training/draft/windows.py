@@ -42,6 +42,15 @@ def check_length(stream: np.ndarray, length: int) -> None:
         raise ConfigError(f"{len(stream)} tokens of text are too few for windows of {length}")
 
 
+def check_vocabulary(tokens: np.ndarray, flag: str, size: int) -> None:
+    """Raises ConfigError where a text has tokens that a target with `size` tokens lacks."""
+    if tokens.max() >= size:
+        raise ConfigError(
+            f"{flag}: the text has token {tokens.max()}, and the target's vocabulary ids 0 to"
+            f" {size - 1}; leave such text out"
+        )
+
+
 def cut(stream: np.ndarray, count: int, length: int, generator: np.random.Generator) -> np.ndarray:
     """Cuts `count` random windows from a stream, int32 [count, length]."""
     check_length(stream, length)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
-from training.bounds import check_least
+from training.bounds import check_least, check_seed_and_rate
 from training.export import load_tensors, save_sharded, to_bf16, write_json
 from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
 from training.lm.model import Llama, LlamaShape, is_plain_llama
@@ -25,6 +25,7 @@ from training.progress import Progress, say
 from training.resume import drop_state, load_state, save_state
 from training.run_log import RunLog
 from training.text_data import (
+    LEAST_TOKENS,
     Document,
     WindowSampler,
     load_or_pack,
@@ -43,7 +44,7 @@ _SHAPE_FLAGS = {
     "num_kv_heads": "--kv-heads", "head_dim": "--head-dim", "intermediate_size": "--intermediate",
     "context_length": "--context",
 }  # fmt: skip
-_LEAST_OF_SHAPE = dict.fromkeys(_SHAPE_FLAGS, 1)
+_LEAST_OF_SHAPE = dict.fromkeys(_SHAPE_FLAGS, 1) | {"vocab_size": LEAST_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,9 @@ class LMTrainingConfig:
         """Raises ConfigError for sizes that cannot be trained."""
         check_least(self, _LEAST, {})
         check_least(self.shape, _LEAST_OF_SHAPE, _SHAPE_FLAGS)
+        check_seed_and_rate(self.seed, self.lr)
+        if self.shape.head_dim % 2:
+            raise ConfigError(f"--head-dim must be even, not {self.shape.head_dim}")
         if self.batch % self.micro_batch:
             raise ConfigError("--batch must be a multiple of --micro-batch")
         if self.shape.num_heads % self.shape.num_kv_heads:
@@ -133,8 +137,8 @@ class LMTrainer:
         self.model.to(self.device)
         self.optimizer = MuonAdamW(self.model, config.weight_decay, config.optimizer == "muon")
         self.teacher = load_model(config.teacher, self.device, dtype) if config.teacher else None
-        if self.teacher is not None and self.teacher.shape.vocab_size != self.shape.vocab_size:
-            raise ConfigError("--teacher has another vocabulary; give its folder as --tokenizer")
+        if self.teacher is not None:
+            self._check_teacher(self.teacher.shape)
         tokens = torch.from_numpy(np.asarray(stream).astype(np.int32)).to(self.device)
         self.num_tokens = len(tokens)
         self.sampler = WindowSampler(tokens, self.shape.context_length, config.batch, config.seed)
@@ -145,6 +149,19 @@ class LMTrainer:
         else:
             drop_state(config.out / "checkpoint.pt")
             self.log.restore(())
+
+    def _check_teacher(self, teacher: LlamaShape) -> None:
+        own = self.shape
+        if teacher.vocab_size != own.vocab_size:
+            raise ConfigError(
+                f"--teacher has {teacher.vocab_size} tokens in its vocabulary, the tokenizer"
+                f" {own.vocab_size}; give its folder as --tokenizer, if both are as many there"
+            )
+        if own.context_length > teacher.context_length:
+            raise ConfigError(
+                f"--context: {own.context_length} tokens are more than the teacher's"
+                f" {teacher.context_length}"
+            )
 
     def _prepare_text(self) -> tuple[Tokenizer, np.ndarray]:
         config = self.config
