@@ -1,7 +1,9 @@
 """Saves the state of a run in files of less than 60 MiB, so that a later run continues exactly."""
 
 import io
-from collections.abc import Callable
+import pickle
+import struct
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,16 @@ from torch import Tensor
 from foredraft.errors import CheckpointError
 
 PART_BYTES = 48 * 2**20
+# What torch raises for files that are not its own, and what another structure in them raises.
+_BROKEN = (
+    EOFError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
 _TENSOR = "__tensor__"  # key of a tensor's placeholder, which has its number and shape
 
 
@@ -64,11 +76,14 @@ def drop_state(path: Path) -> None:
         part.unlink()
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path, keys: Collection[str] = ()) -> dict[str, Any]:
     """Reads a state that `save_state` wrote, with tensors on the CPU.
 
+    Args:
+        keys: What the state has to have.
+
     Raises:
-        CheckpointError: Files are missing, or have another format.
+        CheckpointError: Files are missing, have another format, or are of another command.
     """
     try:
         saved = _read(path)
@@ -85,8 +100,12 @@ def load_state(path: Path) -> dict[str, Any]:
             return torch.cat([found[i] for i in range(len(found))]).view(value["shape"])
 
         state: dict[str, Any] = _replace(saved["state"], put_back)
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} is no state to resume from: {error}") from error
+    except _BROKEN as error:
+        raise CheckpointError(f"{path} is no state to resume from") from error
+    if missing := sorted(set(keys) - set(state)):
+        raise CheckpointError(f"{path} is no state to resume from: it has no {missing[0]}")
     return state
 
 

@@ -117,3 +117,22 @@ def test_a_dropped_state_leaves_nothing_but_what_is_no_part_of_it(tmp_path: Path
     drop_state(path)
     assert list(tmp_path.iterdir()) == [other]
     drop_state(path)
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", b"\x80\x04N."])
+def test_a_file_that_holds_no_state_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt is no state to resume from$"):
+        load_state(path)
+
+
+def test_a_state_of_another_command_is_no_state_of_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    saved = state(3)
+    save_state(saved, path)
+    assert_equal(load_state(path, ("head", "history")), saved)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\.pt is no state to resume from: .*model"
+    ):
+        load_state(path, ("model", "history"))

@@ -367,7 +367,7 @@ class DraftTrainer:
         if not path.is_file():
             say("nothing to resume: starting at step 0")
             return
-        state = load_state(path)
+        state = load_state(path, ("head",))
         try:
             self.head.load_state_dict(state["head"])
         except RuntimeError as error:

@@ -370,7 +370,7 @@ class LMTrainer:
         if not path.is_file():
             say("nothing to resume: starting at step 0")
             return
-        state = load_state(path)
+        state = load_state(path, ("model", "shape"))
         if state["shape"] != self.shape.as_dict():
             raise CheckpointError(f"{path} holds a model of other sizes: {state['shape']}")
         self.model.load_state_dict(state["model"])
