@@ -74,8 +74,8 @@ def convert(source: Path, target: Path) -> None:
     become bfloat16, and plain tensors keep their type.
 
     Raises:
-        CheckpointError: The file is a part of one, has tensors of a type or name that is not read,
-            or splits text or stretches rotary embeddings in a way that is not known, or
+        CheckpointError: The file is broken or a part of one, has tensors of a type or name that is
+            not read, or splits text or stretches rotary embeddings in a way that is not known, or
             transformers cannot read its configuration or tokenizer.
     """
     from gguf import GGUFReader
@@ -84,6 +84,9 @@ def convert(source: Path, target: Path) -> None:
 
     try:
         reader = GGUFReader(source)
+    except (OSError, ValueError, LookupError) as error:
+        raise CheckpointError(f"{source}: broken, or cut off in a download: {error}") from error
+    try:
         if (num_parts := _field(reader, "split.count") or 1) > 1:
             raise CheckpointError(
                 f"{source}: is one of {num_parts} parts, which are not read; llama-gguf-split"

@@ -71,6 +71,11 @@ def _local(path: str | os.PathLike[str]) -> Path:
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
+            if (local / "adapter_config.json").is_file():
+                raise CheckpointError(
+                    f"{local}: an adapter is not supported: merge it into its model first, and"
+                    " serve that"
+                )
             raise CheckpointError(f"{local}: no config.json; not a Hugging Face model directory")
         return local
     if local.is_file():

@@ -10,9 +10,15 @@ def checkpoint_files(directory: Path) -> list[Path]:
     """Returns the paths of a checkpoint's weight files.
 
     Raises:
-        CheckpointError: There are none, or the index is broken.
+        CheckpointError: There are none, one is missing, or the index is broken.
     """
     if files := weight_files(directory, "model.safetensors"):
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{directory / 'model.safetensors.index.json'} names {file.name}, which is not"
+                    " there"
+                )
         return files
     others = sorted(directory.glob("pytorch_model*.bin"))
     hint = f" (it has {others[0].name}; convert it to safetensors)" if others else ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foredraft.errors import CheckpointError
-from foredraft.models import registry
+from foredraft.models import gguf_convert, registry
 from foredraft.models.loader import load_model
 from foredraft.models.registry import resolve_model_path
 from testing import gguf_files
@@ -34,6 +34,11 @@ def test_directories(tmp_path, monkeypatch):
         resolve_model_path(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert resolve_model_path(tmp_path) == tmp_path
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(CheckpointError, match="adapter is not supported: merge it into its model"):
+        resolve_model_path(adapter)
     with pytest.raises(CheckpointError, match="no such directory or file"):
         resolve_model_path("meta-llama/Llama-3.1-8B")
     with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf file"):
@@ -65,6 +70,14 @@ def test_foreign_and_broken_gguf(tmp_path, cache):
     with pytest.raises(CheckpointError, match="cannot be converted"):
         resolve_model_path(file)
     assert not [path for path in cache.iterdir() if not path.name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("part", [30, 500, 0.5, 0.999])
+def test_a_gguf_file_that_was_cut_off_is_told(part, tmp_path, gguf_file):
+    file, whole = tmp_path / "cut.gguf", gguf_file.read_bytes()
+    file.write_bytes(whole[: part if part > 1 else int(part * len(whole))])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf: broken, or cut off in a download: "):
+        gguf_convert.convert(file, tmp_path / "out")
 
 
 def _resolve(path, queue):
