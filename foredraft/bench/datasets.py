@@ -14,6 +14,7 @@ from foredraft.bench.prompts import Prompt, PromptSource, WordLength
 from foredraft.errors import ConfigError
 
 NAMES = ("tasks", "random", "generated-shared-prefix", "custom", "sharegpt")
+_ALL_DIFFERENT = ("tasks", "random")  # prompts of a seed, which have nothing in common
 _CALIBRATION_WORDS = (40, 160)
 
 
@@ -82,6 +83,9 @@ class Requests:
     Args:
         source: Source of the prompts.
         description: Description of the prompts, for people.
+
+    Attributes:
+        is_alike: Whether prompts share text by themselves, or are the same with each seed.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Requests:
     ) -> None:
         self.source = source
         self.description = description
+        self.is_alike = arguments.dataset_name not in _ALL_DIFFERENT
         self._peer = peer
         self._arguments = arguments
         self._extra = _extra(arguments.extra_request_body)

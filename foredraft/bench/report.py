@@ -24,8 +24,15 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=110)
 
 
-def print_stage(console: Console, summary: Summary, objective: Objective | None) -> None:
-    """Prints one stage: counts and rates, a table of latencies, the client's own cost."""
+def print_stage(
+    console: Console, summary: Summary, objective: Objective | None, is_alike: bool = False
+) -> None:
+    """Prints one stage: counts and rates, a table of latencies, the client's own cost.
+
+    Args:
+        is_alike: Whether the prompts share text by themselves, or are the same with each seed: then
+            a server's cache says nothing of the seed.
+    """
     errors = ", ".join(f"{count} {kind}" for kind, count in summary.errors.items())
     lines = [
         f"{summary.num_ok} of {summary.num_sent} requests in {summary.seconds:.2f} s"
@@ -46,7 +53,7 @@ def print_stage(console: Console, summary: Summary, objective: Objective | None)
     if objective is not None and summary.goodput is not None:
         part = summary.good_requests / summary.num_sent if summary.good_requests else 0.0
         lines.append(f"goodput {summary.goodput:.2f} requests/s ({part:.0%} within the objective)")
-    if summary.cached_tokens > 0.1 * summary.input_tokens:
+    if summary.cached_tokens > 0.1 * summary.input_tokens and not is_alike:
         lines.append(
             "NOTE: prompts were in the server's cache already; another --seed gives prompts that it"
             " has not seen"

@@ -215,7 +215,7 @@ async def _bench(
             results.append(result)
             summaries.append(summary)
             console.rule(stage.name)
-            report.print_stage(console, summary, objective)
+            report.print_stage(console, summary, objective, requests.is_alike)
             if rank_times:
                 console.print(ranks.lines(rank_times))
             _print_failures(console, result)

@@ -172,6 +172,22 @@ def test_random_prompts_have_the_wanted_number_of_tokens(
     assert found["input_lens"] == [90] * 6
 
 
+@pytest.mark.slow
+def test_cached_prompts_are_told_where_another_seed_has_others(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--base-url", url, "--num-prompts", "6", "--output-len", "2", "--max-concurrency", "1"]
+    note = "another --seed gives prompts that it has not seen"
+    words = [*argv, "--seed", "71", "--dataset-name", "random"]
+    assert note not in run(capsys, *words)[1]
+    assert note in run(capsys, *words)[1]
+    shared = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
+    _, text = run(capsys, *argv, "--seed", "72", *shared)
+    assert " from the cache" in text
+    assert "(0 from the cache" not in text
+    assert note not in text, "prompts of one run share their begins"
+
+
 def test_latency_counts_from_when_a_request_was_due() -> None:
     """A server that works on one request at a time: who is due while it works waits, whether sent
     or not.
