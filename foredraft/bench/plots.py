@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.bench.load import StageResult
+from foredraft.bench.report import check_folder
 from foredraft.bench.statistics import Summary
 from foredraft.bench.sweep import Case, Results, Setting
 from foredraft.errors import ConfigError
@@ -29,6 +30,14 @@ def pyplot() -> ModuleType:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def check(path: Path) -> None:
+    """Raises ConfigError where a plot cannot be written to a path; see `pyplot`, too."""
+    known = pyplot().figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(f"--plot: {path} is no picture; take .png, or another suffix of one")
+    check_folder("--plot", path)
 
 
 def draw_load(path: Path, results: Sequence[StageResult], summaries: Sequence[Summary]) -> None:

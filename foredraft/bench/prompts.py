@@ -118,11 +118,25 @@ class PromptSource:
         return next(self._prompts)
 
 
-def from_file(path: Path, seed: int | None = None) -> PromptSource:
-    """Returns prompts of a JSONL file, in its order (or shuffled by a seed), again and again."""
+def from_file(path: Path, seed: int | None = None, part: tuple[int, int] = (0, 1)) -> PromptSource:
+    """Returns prompts of a JSONL file, in its order (or shuffled by a seed), again and again.
+
+    Args:
+        part: Number of a case and number of cases, which share no prompt.
+
+    Raises:
+        ConfigError: See `read_file`; or there are fewer prompts than cases.
+    """
     prompts = read_file(path)
     if seed is not None:
         random.Random(seed).shuffle(prompts)
+    case, num_cases = part
+    if len(prompts) < num_cases:
+        raise ConfigError(
+            f"--dataset-path {path}: {len(prompts)} prompts are too few for {num_cases} cases, each"
+            " with prompts of its own"
+        )
+    prompts = prompts[case::num_cases]
     return PromptSource(itertools.cycle(prompts), len(prompts))
 
 
@@ -136,7 +150,7 @@ def read_file(path: Path) -> list[Prompt]:
         ConfigError: The file cannot be read, or a line has none of them; names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset-path {path}: {error}") from None
     prompts = []
@@ -160,7 +174,8 @@ def _objects(text: str) -> list[Any]:
     if text.lstrip()[:1] == "[":
         with contextlib.suppress(ValueError):
             return list(json.loads(text))
-    return [line.strip() for line in text.splitlines()]
+    # Not splitlines: a JSON text may hold other ends of lines, U+2028 among them.
+    return [line.strip() for line in text.split("\n")]
 
 
 def _parse(value: Any) -> Prompt:

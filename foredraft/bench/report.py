@@ -1,6 +1,7 @@
 """Shows a load's figures: tables for people, JSON lines for programs."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from foredraft.bench.load import StageResult
 from foredraft.bench.records import Objective, Record
 from foredraft.bench.statistics import PERCENTILES, Summary
+from foredraft.errors import ConfigError
 
 # Above these limits the figures may be the client's own.
 _BUSY_CLIENT = 0.5  # share of a core above which the client is reported as busy
@@ -142,6 +144,14 @@ def details(records: Sequence[Record]) -> dict[str, list[Any]]:
         "errors": [f"{record.error} {record.detail}".strip() for record in records],
         "generated_texts": [record.text for record in records],
     }
+
+
+def check_folder(flag: str, path: Path) -> None:
+    """Raises ConfigError where a file cannot be made, before anything is measured for it."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag}: {path.parent} is no folder")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: {path} cannot be written")
 
 
 def append_json(

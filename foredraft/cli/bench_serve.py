@@ -51,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
         stages = make_stages(arguments)
         objective = Objective.parse(arguments.goodput) if arguments.goodput else None
         if arguments.plot:
-            plots.pyplot()
+            plots.check(arguments.plot)
+        if arguments.output_file:
+            report.check_folder("--output-file", arguments.output_file)
         return uvloop.run(_bench(arguments, stages, objective))
     except ConfigError as error:
         print(f"foredraft bench serve: {error}", file=sys.stderr)

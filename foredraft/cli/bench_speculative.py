@@ -4,6 +4,7 @@ and prints the best flags.
 
 import argparse
 import hashlib
+import math
 import os
 import platform
 import sys
@@ -44,6 +45,15 @@ examples:
       smaller trees than those of a running server
 """  # noqa: E501
 _STEADY = 0.1
+_AT_LEAST_ONE = (
+    "steps",
+    "topk",
+    "batch_size",
+    "num_draft_tokens",
+    "output_len",
+    "repeats",
+    "num_prompts",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,10 +131,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _sweep(arguments: argparse.Namespace) -> int:
     if arguments.plot:
-        plots.pyplot()
-    for name in ("steps", "topk", "batch_size", "num_draft_tokens"):
-        if min(getattr(arguments, name)) < 1:
+        plots.check(arguments.plot)
+    for name in _AT_LEAST_ONE:
+        given = getattr(arguments, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
             raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
+    if not all(0 <= temperature < math.inf for temperature in arguments.temperature):
+        raise ConfigError("--temperature: must be at least 0")
     console = report.make_console()
     servers: Servers = (
         RunningServer(arguments.base_url) if arguments.base_url else StartedServers(arguments)
@@ -136,7 +149,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         for batch in arguments.batch_size
     ]
     path = arguments.output_file or Path(f"bench-speculative-{servers.model}.json")
-    results = Results.open(path, _conditions(arguments, servers))
+    report.check_folder("--output-file", path)
+    results = Results.open(path, _conditions(arguments, servers, cases))
     known = sum(results.get(setting, case) is not None for setting in settings for case in cases)
     console.print(
         (
@@ -149,7 +163,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         ),
         soft_wrap=True,
     )
-    measure = _Measure(arguments, servers.fields)
+    measure = _Measure(arguments, servers.fields, cases)
     with tqdm(
         total=(len(settings) + 1) * len(cases),
         initial=known,
@@ -171,12 +185,10 @@ class _Measure:
     not have seen the answers.
     """
 
-    def __init__(self, arguments: argparse.Namespace, fields: bool) -> None:
+    def __init__(self, arguments: argparse.Namespace, fields: bool, cases: Sequence[Case]) -> None:
         self._arguments = arguments
         self._fields = fields
-        self._file = (
-            prompts.read_file(arguments.dataset_path) if arguments.dataset_path is not None else []
-        )
+        self._cases = cases
 
     def __call__(self, url: str, setting: Setting, case: Case) -> Figures:
         return uvloop.run(self._measure(url, setting, case))
@@ -210,8 +222,10 @@ class _Measure:
             client.close()
 
     def _source(self, case: Case) -> prompts.PromptSource:
-        if self._file:
-            return prompts.from_file(self._arguments.dataset_path, self._arguments.seed)
+        path = self._arguments.dataset_path
+        if path is not None:
+            part = self._cases.index(case), len(self._cases)
+            return prompts.from_file(path, self._arguments.seed, part)
         return prompts.tasks(
             int.from_bytes(
                 hashlib.sha256(f"{self._arguments.seed}/{case.name}".encode()).digest()[:4]
@@ -235,7 +249,7 @@ def _report(
     if arguments.plot and results.found:
         plots.draw_sweep(arguments.plot, settings, cases, results)
         console.print(f"wrote {arguments.plot}")
-    if not ranking:
+    if not ranking or (len(settings) > 1 and len(ranking) == 1 and results.errors):
         console.print("nothing could be compared with plain decoding")
         return 1
     best, speedup = ranking[0]
@@ -297,13 +311,16 @@ def _table(
     return table
 
 
-def _conditions(arguments: argparse.Namespace, servers: Servers) -> dict[str, Any]:
-    digest = ""
+def _conditions(
+    arguments: argparse.Namespace, servers: Servers, cases: Sequence[Case]
+) -> dict[str, Any]:
+    digest, of_file = "", {}
     if arguments.dataset_path is not None:
         # Read before anything starts, so that a missing or wrong file is reported at once.
-        prompts.read_file(arguments.dataset_path)
+        prompts.from_file(arguments.dataset_path, part=(0, len(cases)))
         digest = hashlib.sha256(arguments.dataset_path.read_bytes()).hexdigest()[:16]
-    return {
+        of_file = {"set of cases": [case.name for case in cases]}  # they share the prompts out
+    return of_file | {
         "model": servers.model,
         "serve flags": servers.given,
         "prompts": digest or "tasks",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from foredraft.bench import prompts
 from foredraft.bench.load import Stage, StageResult
 from foredraft.bench.records import Record
 from foredraft.bench.statistics import summarize
@@ -160,6 +161,25 @@ def test_figures_need_every_answer() -> None:
         Figures.of([summary])
 
 
+def test_cases_share_no_prompt_of_a_file(tmp_path: Path) -> None:
+    """A server keeps its n-grams from case to case."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(11)))
+    sources = [prompts.from_file(path, 3, (case, 4)) for case in range(4)]
+    assert sorted(source.size or 0 for source in sources) == [2, 3, 3, 3]
+    taken = {source.take().text for source in sources for _ in range(source.size or 0)}
+    assert len(taken) == 11
+    path.write_text('{"prompt": "one"}\n' * 3)
+    with pytest.raises(ConfigError, match="3 prompts are too few for 4 cases"):
+        prompts.from_file(path, 3, (0, 4))
+
+
+def test_lines_of_prompts_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one\u2028two\x85three"}\r\n', encoding="utf-8-sig")
+    assert [prompt.text for prompt in prompts.read_file(path)] == ["one\u2028two\x85three"]
+
+
 def test_requests_come_in_whole_batches() -> None:
     assert [num_requests(batch, 8) for batch in (1, 3, 8, 32)] == [8, 9, 16, 64]
 
@@ -213,6 +233,20 @@ def test_a_real_sweep_goes_on_and_names_flags(
 
 
 @pytest.mark.slow
+def test_a_sweep_in_which_every_draft_failed_has_not_found_the_best(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model-path", str(model), "--output-file", str(tmp_path / "found.json")]
+    missing = ["--draft", f"STANDALONE={tmp_path}/none", "--algorithm", "STANDALONE"]
+    behind = ["--", "--num-threads", "1", "--max-total-tokens", "4096", "--device", "cpu"]
+    code, text = sweep(capsys, *argv, *missing, *behind)
+    assert code == 1
+    assert "STANDALONE 4/1/5" in text
+    assert "nothing could be compared with plain decoding" in text
+    assert "best over all cases" not in text
+
+
+@pytest.mark.slow
 def test_a_running_server_is_asked_for_smaller_trees(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +275,13 @@ def test_only_our_own_servers_have_trees(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--steps", "0"], "--steps"),
         (["--draft", "EAGLE3"], "--draft"),
+        (["--output-len", "0"], "--output-len: must be at least 1"),
+        (["--repeats", "0"], "--repeats: must be at least 1"),
+        (["--num-prompts", "0"], "--num-prompts: must be at least 1"),
+        (["--temperature", "nan"], "--temperature: must be at least 0"),
+        (["--output-file", "/no/such/found.json"], "--output-file: /no/such is no folder"),
+        (["--plot", "/no/such/heat.png"], "--plot: /no/such is no folder"),
+        (["--plot", "heat.txt"], "--plot: heat.txt is no picture; take .png"),
         (["--", "--speculative-num-steps", "3"], "--speculative-num-steps"),
         (["--dataset-path", "/no/such/file"], "--dataset-path"),
         (["--draft", "EAGLE3=x", "--algorithm", "DFLASH"], "--draft DFLASH=PATH"),
