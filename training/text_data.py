@@ -160,9 +160,13 @@ def read_tokenizer(source: Path) -> Tokenizer:
     if not file.is_file():
         raise CheckpointError(f"no tokenizer.json in {source}")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
         raise CheckpointError(f"{file}: no tokenizer: {error}") from error
+    # Whoever saved the file may have asked for both, for batches of their own.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None:
