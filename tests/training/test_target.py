@@ -139,6 +139,15 @@ def test_a_quantization_that_transformers_does_not_run_is_refused(
         read(tmp_path / "quantized")
 
 
+@pytest.mark.parametrize("family", ["OPT", "GPTNeoX", "Mamba"])
+def test_a_target_of_another_form_is_refused(family: str, tmp_path: Path) -> None:
+    make(tmp_path, family, **({"word_embed_proj_dim": 32} if family == "OPT" else {}))
+    with pytest.raises(
+        CheckpointError, match=rf"{family}ForCausalLM has no layers at model\.layers"
+    ):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 @pytest.mark.parametrize(
     ("name", "content", "message"),

@@ -113,6 +113,11 @@ class Target:
             raise CheckpointError(
                 f"{self.path}: transformers cannot load it: {first_line(error)}"
             ) from error
+        if not hasattr(getattr(model, "model", None), "layers"):
+            raise CheckpointError(
+                f"{self.path}: {type(model).__name__} has no layers at model.layers, whose outputs"
+                " heads read"
+            )
         # transformers warns of both, and computes another model.
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{self.path} lacks {missing[0]}")
