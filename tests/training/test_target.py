@@ -139,6 +139,15 @@ def test_a_quantization_that_transformers_does_not_run_is_refused(
         read(tmp_path / "quantized")
 
 
+def test_logits_are_capped_where_the_target_caps_them(tmp_path: Path) -> None:
+    model = make(tmp_path, "Gemma2", head_dim=16, final_logit_softcapping=2.0)
+    hidden, _ = read(tmp_path).features(prompts(), ())
+    with torch.no_grad():
+        expected = model(prompts()).logits
+    assert expected.abs().max() > 1.9
+    torch.testing.assert_close(read(tmp_path).logits(hidden), expected)
+
+
 @pytest.mark.parametrize("family", ["OPT", "GPTNeoX", "Mamba"])
 def test_a_target_of_another_form_is_refused(family: str, tmp_path: Path) -> None:
     make(tmp_path, family, **({"word_embed_proj_dim": 32} if family == "OPT" else {}))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -39,6 +40,7 @@ class Target:
             raise CheckpointError(f"no config.json in {path}")
         self.path, self.device, self.dtype = path, device, dtype
         self._own: Llama | None = None
+        self._softcap: float | None = None
         if is_plain_llama(path):
             self._own = load_model(path, device, dtype)
             self.embed_weight = self._own.model.embed_tokens.weight.to(dtype)
@@ -49,6 +51,7 @@ class Target:
             self.embed_weight = self._theirs.get_input_embeddings().weight
             self.output_weight = self._theirs.get_output_embeddings().weight
             self.shape = LlamaShape.from_dir(path)
+            self._softcap = getattr(self._theirs.config, "final_logit_softcapping", None)
 
     @property
     def is_own(self) -> bool:
@@ -93,6 +96,11 @@ class Target:
         *streams, hidden = output.hidden_states
         streams.append(last[0][0] if isinstance(last[0], tuple) else last[0])
         return hidden, [streams[index] for index in capture]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Computes logits of hidden states [..., H], float32 [..., V]."""
+        logits = F.linear(hidden, self.output_weight).float()
+        return logits if self._softcap is None else self._softcap * (logits / self._softcap).tanh()
 
     def _transformers(self) -> Any:
         import transformers

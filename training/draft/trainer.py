@@ -211,7 +211,7 @@ class DraftTrainer:
 
         They need not sum to one.
         """
-        probs = F.softmax(F.linear(hidden, self.target.output_weight).float(), dim=-1)
+        probs = F.softmax(self.target.logits(hidden), dim=-1)
         if len(self.draft_ids) < probs.shape[-1]:
             probs = probs[..., self.draft_ids]
         return probs.to(self.dtype)
