@@ -24,6 +24,8 @@ parser.add_argument("--windows", type=int, default=32, help="windows that the ta
 parser.add_argument("--window", type=int, default=128, help="tokens of a window")
 options = parser.parse_args()
 
+if not (options.target / "config.json").is_file():
+    parser.error(f"--target {options.target}: no config.json; not a Hugging Face directory")
 # Few tokens in a step and many steps: so a head learns most in a minute of a CPU.
 vocab_size = json.loads((options.target / "config.json").read_text())["vocab_size"]
 command = [sys.executable, "-m", "training", "draft", "--algorithm=EAGLE3", "--no-compile"]

@@ -85,6 +85,14 @@ def test_train_head(model: Path, tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["architectures"]
 
 
+def test_train_head_names_a_target_that_is_none(tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "train_head.py"), f"--target={tmp_path / 'none'}"]
+    command += [f"--data={tmp_path}", f"--out={tmp_path / 'head'}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr.endswith("none: no config.json; not a Hugging Face directory\n")
+
+
 def test_all_are_run_and_listed() -> None:
     names = {path.name for path in FOLDER.glob("*.py")}
     assert names == set(re.findall(r"run\(\s*\"(\w+\.py)\"", Path(__file__).read_text()))

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from foredraft.errors import CheckpointError
+from foredraft.models.registry import resolve_model_path
+from testing import gguf_files
 from testing.quantized_checkpoints import FORMATS, reference, tiny_llama, write
 from training.draft.target import Target
 from training.lm.trainer import load_model
@@ -137,6 +139,13 @@ def test_a_quantization_that_transformers_does_not_run_is_refused(
     write(plain, tmp_path / "quantized", FORMATS[form])
     with pytest.raises(CheckpointError, match=r"quantized: transformers .*; train on the plain"):
         read(tmp_path / "quantized")
+
+
+def test_a_quantized_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = gguf_files.write(tmp_path / "tiny.gguf", lambda name: "Q8_0" if "blk" in name else "F16")
+    with pytest.raises(CheckpointError, match="train on the plain checkpoint"):
+        read(resolve_model_path(file))
 
 
 def test_logits_are_capped_where_the_target_caps_them(tmp_path: Path) -> None:

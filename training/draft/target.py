@@ -127,11 +127,11 @@ class Target:
                 " heads read"
             )
         # transformers warns of both, and computes another model.
-        if missing := sorted(info["missing_keys"]):
-            raise CheckpointError(f"{self.path} lacks {missing[0]}")
         scales = [name for name in info["unexpected_keys"] if ".weight_" in name]
         if scales:
             raise CheckpointError(f"{self.path}: transformers leaves {min(scales)} out; {_REMEDY}")
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(f"{self.path} lacks {missing[0]}")
         return model.to(self.device).eval().requires_grad_(False)
 
     @torch.no_grad()
