@@ -188,15 +188,18 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None
 
 
 def pack(
-    documents: Sequence[Document], tokenizer: Tokenizer, repeats: Mapping[str, int], seed: int
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    marks: tuple[int, int],
+    repeats: Mapping[str, int],
+    seed: int,
 ) -> np.ndarray:
     """Packs documents in random order into one stream of token ids, uint16 or uint32.
-
-    END_OF_TEXT stands before every document.
 
     Args:
         documents: The training text.
         tokenizer: Tokenizer of the model.
+        marks: Tokens that begin and end each document; where they are one, it stands before.
         repeats: Number of times that a domain's documents occur; 1 where a domain is not named.
         seed: Seed of the order.
 
@@ -214,11 +217,15 @@ def pack(
     if not order:
         raise ConfigError("--data: there is no text where every --repeat is 0")
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 65536 else np.uint32
+    begin, end = marks
+    tail = [] if begin == end else [end]
     encoded: list[np.ndarray] = []
     for start in range(0, len(documents), 4096):
         texts = [document.text for document in documents[start : start + 4096]]
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        encoded.extend(np.array([0, *encoding.ids], dtype=dtype) for encoding in encodings)
+        encoded.extend(
+            np.array([begin, *encoding.ids, *tail], dtype=dtype) for encoding in encodings
+        )
     return np.concatenate([encoded[index] for index in order])
 
 
@@ -236,12 +243,13 @@ def load_or_pack(
     cache: Path,
     documents: Sequence[Document],
     tokenizer: Tokenizer,
+    marks: tuple[int, int],
     repeats: Mapping[str, int],
     seed: int,
 ) -> np.ndarray:
     """Loads the result of `pack` from a file next to the checkpoint, or packs and saves it."""
     if not cache.is_file():
-        tokens = pack(documents, tokenizer, repeats, seed)
+        tokens = pack(documents, tokenizer, marks, repeats, seed)
         save_array(cache, tokens)
         say(f"packed {len(tokens) / 1e6:.1f} M tokens into {cache}")
     return np.load(cache, mmap_mode="r")

@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.export import save_array
@@ -16,6 +20,7 @@ from training.lm.model import Llama, LlamaShape
 from training.lm.optimizer import cosine_schedule, orthogonalize
 from training.lm.trainer import LMTrainer, LMTrainingConfig, load_model
 from training.text_data import END_OF_TEXT, read_documents
+from training.text_marks import TextMarks, read_marks
 
 SHAPE = LlamaShape(
     vocab_size=400,
@@ -132,6 +137,34 @@ def test_a_student_learns_from_a_teacher(corpus: Path, trained: Path, tmp_path: 
     before = float(trainer._micro_loss(windows)[0].detach())
     trainer.run()
     assert float(trainer._micro_loss(windows)[0].detach()) < before - 1
+
+
+def test_a_tokenizer_of_another_family_keeps_its_roles(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({"value": 0, "<s>": 1, "</s>": 2}, unk_token="value"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    source, out = tmp_path / "given", tmp_path / "out"
+    source.mkdir()
+    tokenizer.save(str(source / "tokenizer.json"))
+    roles = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ 'hi' }}"}
+    (source / "tokenizer_config.json").write_text(json.dumps(roles))
+    trainer = LMTrainer(config_for(corpus, out, tokenizer=source, steps=1))
+    words = [text.text.split() for text in read_documents([corpus / "train"])]
+    tokens = trainer.sampler.tokens.tolist()
+    assert len(tokens) == sum(len(text) + 2 for text in words)
+    assert (tokens[0], tokens[-1]) == (1, 2)
+    assert tokens.count(1) == tokens.count(2) == len(words)
+    trainer.run()
+    assert json.loads((out / "tokenizer_config.json").read_text()) == roles
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((out / name).read_text())
+        assert (told["bos_token_id"], told["eos_token_id"]) == (1, 2)
+    (source / "tokenizer_config.json").unlink()
+    assert read_marks(tokenizer, source / "tokenizer.json") == TextMarks(1, 1)
+    tokenizer.post_processor = TemplateProcessing(single="$A")
+    with pytest.raises(ConfigError, match="no token begins its texts"):
+        read_marks(tokenizer, source)
 
 
 def test_a_teacher_of_other_sizes_is_refused(corpus: Path, trained: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from training.progress import Progress, say
 from training.resume import drop_state, load_state, save_state
 from training.run_log import RunLog
 from training.text_data import (
+    END_OF_TEXT,
     LEAST_TOKENS,
     Document,
     WindowSampler,
@@ -34,6 +35,7 @@ from training.text_data import (
     save_tokenizer,
     train_tokenizer,
 )
+from training.text_marks import copy_tokenizer, read_marks
 
 _LEAST = {
     "steps": 1, "warmup": 0, "batch": 1, "micro_batch": 1, "tokenizer_bytes": 1, "eval_every": 0,
@@ -188,8 +190,13 @@ class LMTrainer:
                 config.seed,
             )
             say(f"trained a tokenizer of {tokenizer.get_vocab_size()} tokens")
-        save_tokenizer(tokenizer, config.out, config.shape.context_length)
-        return tokenizer, load_or_pack(cache, documents, tokenizer, config.repeats, config.seed)
+        self.marks = read_marks(tokenizer, source)
+        if tokenizer.token_to_id(END_OF_TEXT) == 0:
+            save_tokenizer(tokenizer, config.out, config.shape.context_length)
+        else:
+            copy_tokenizer(tokenizer, source, config.out)
+        packing = (tokenizer, self.marks, config.repeats, config.seed)
+        return tokenizer, load_or_pack(cache, documents, *packing)
 
     def _micro_loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (the loss to minimise, the plain cross-entropy) of windows [rows, T + 1]."""
@@ -283,11 +290,10 @@ class LMTrainer:
         """Writes the Hugging Face directory, the log, the curves and the checksums."""
         config, out = self.config, self.config.out
         save_sharded(to_bf16(self.model.state_dict()), out)
-        write_json(out / "config.json", self.shape.to_config("bfloat16", 0, 0))
-        write_json(
-            out / "generation_config.json",
-            {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "do_sample": False},
-        )
+        begin, end = self.marks
+        write_json(out / "config.json", self.shape.to_config("bfloat16", begin, end))
+        ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+        write_json(out / "generation_config.json", ids | {"do_sample": False})
         report = {
             "parameters": self.model.num_parameters(),
             "tokens_in_corpus": self.num_tokens,
