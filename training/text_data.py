@@ -169,6 +169,11 @@ def read_tokenizer(source: Path) -> Tokenizer:
     return tokenizer
 
 
+def num_ids(tokenizer: Tokenizer) -> int:
+    """Returns the least vocabulary that has all ids of a tokenizer; they may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def save_tokenizer(tokenizer: Tokenizer, out: Path, context_length: int) -> None:
     """Writes `tokenizer.json` and a `tokenizer_config.json` that transformers reads, with a plain
     chat template.
@@ -216,7 +221,7 @@ def pack(
     order = _shuffled(documents, repeats, seed)
     if not order:
         raise ConfigError("--data: there is no text where every --repeat is 0")
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 65536 else np.uint32
+    dtype = np.uint16 if num_ids(tokenizer) <= 65536 else np.uint32
     begin, end = marks
     tail = [] if begin == end else [end]
     encoded: list[np.ndarray] = []

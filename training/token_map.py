@@ -9,11 +9,12 @@ from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from foredraft.errors import ConfigError
+from training.text_data import num_ids
 
 
 def count_tokens(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
     """Counts the occurrences of each token id, int64 [vocab]."""
-    counts = np.zeros(1 + max(tokenizer.get_vocab().values()), dtype=np.int64)
+    counts = np.zeros(num_ids(tokenizer), dtype=np.int64)
     batch: list[str] = []
     for text in texts:
         batch.append(text)

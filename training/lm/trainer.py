@@ -30,6 +30,7 @@ from training.text_data import (
     Document,
     WindowSampler,
     load_or_pack,
+    num_ids,
     read_documents,
     read_tokenizer,
     save_tokenizer,
@@ -132,7 +133,7 @@ class LMTrainer:
         self.step = 0
         self.log = RunLog(config.out / "log.jsonl")
         self.tokenizer, stream = self._prepare_text()
-        self.shape = replace(config.shape, vocab_size=self.tokenizer.get_vocab_size())
+        self.shape = replace(config.shape, vocab_size=num_ids(self.tokenizer))
         dtype = torch.bfloat16 if self.on_cuda else torch.float32
         self.model = Llama(self.shape, dtype)
         self.model.initialize(config.seed)
