@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
+from foredraft.models.weight_files import checkpoint_files
 
 SHARD_BYTES = 15 * 2**20
 
@@ -57,13 +58,13 @@ def save_sharded(tensors: Mapping[str, Tensor], out: Path) -> list[Path]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Loads all tensors of a checkpoint folder's safetensors files.
+    """Loads all tensors of a checkpoint: of model.safetensors, or of the files of its index.
 
     Raises:
-        CheckpointError: A file is broken.
+        CheckpointError: A file is missing or broken.
     """
     tensors: dict[str, Tensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in checkpoint_files(path):
         try:
             tensors.update(load_file(str(file)))
         except SafetensorError as error:

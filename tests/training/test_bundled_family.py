@@ -10,8 +10,8 @@ import pytest
 from draft_service.models.shared_weights import read_token_map
 from training.draft.blocks import BlockShape, load_block_head, spread_layers
 from training.draft.heads import HeadShape, default_aux_layers, load_head
+from training.lm.loading import load_model
 from training.lm.model import LlamaShape
-from training.lm.trainer import load_model
 
 MODELS = Path(__file__).parents[2] / "models"
 FAMILY = sorted(path.name for path in MODELS.iterdir() if path.is_dir())

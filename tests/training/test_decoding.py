@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from training.lm.decoding import write_text
-from training.lm.trainer import load_model
+from training.lm.loading import load_model
 
 MODEL = Path(__file__).parents[2] / "models" / "foredraft-demo"
 

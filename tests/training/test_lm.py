@@ -16,9 +16,10 @@ from tokenizers.processors import TemplateProcessing
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.export import save_array
+from training.lm.loading import load_model
 from training.lm.model import Llama, LlamaShape
 from training.lm.optimizer import cosine_schedule, orthogonalize
-from training.lm.trainer import LMTrainer, LMTrainingConfig, load_model
+from training.lm.trainer import LMTrainer, LMTrainingConfig
 from training.text_data import END_OF_TEXT, read_documents
 from training.text_marks import TextMarks, read_marks
 

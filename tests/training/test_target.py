@@ -17,7 +17,7 @@ from foredraft.models.registry import resolve_model_path
 from testing import gguf_files
 from testing.quantized_checkpoints import FORMATS, reference, tiny_llama, write
 from training.draft.target import Target
-from training.lm.trainer import load_model
+from training.lm.loading import load_model
 
 HAS_OPTIMUM = importlib.util.find_spec("optimum") is not None
 SIZES: dict[str, Any] = {
@@ -139,6 +139,32 @@ def test_a_quantization_that_transformers_does_not_run_is_refused(
     write(plain, tmp_path / "quantized", FORMATS[form])
     with pytest.raises(CheckpointError, match=r"quantized: transformers .*; train on the plain"):
         read(tmp_path / "quantized")
+
+
+@pytest.mark.parametrize("case", ["frequencies", "head", "beside", "another head"])
+def test_what_a_server_passes_over_is_no_obstacle(case: str, tmp_path: Path) -> None:
+    model = make(tmp_path, "Llama", tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    extra = {
+        "frequencies": {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+        "head": {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        "another head": {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+        "beside": {"base_model.model.lora_A.weight": torch.ones(2, 2)},
+    }[case]
+    if case == "beside":
+        save_file(extra, tmp_path / "adapter_model.safetensors")
+    else:
+        save_file(tensors | extra, file, metadata={"format": "pt"})
+    if case == "another head":
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens"):
+            read(tmp_path)
+        return
+    target = read(tmp_path)
+    assert target.is_own
+    with torch.no_grad():
+        expected = model(prompts()).logits
+    torch.testing.assert_close(target.logits(target.features(prompts(), ())[0]), expected)
 
 
 def test_a_quantized_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from foredraft.errors import CheckpointError
 from foredraft.models.config_reader import read_json
 from foredraft.models.weights import first_line
 from training.lm.decoding import write_text
+from training.lm.loading import load_model
 from training.lm.model import Llama, LlamaShape, is_plain_llama
-from training.lm.trainer import load_model
 
 _REMEDY = "train on the plain checkpoint"
 _PART_BYTES = 1 << 20  # bytes of a file's begin, middle and end

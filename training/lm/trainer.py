@@ -15,9 +15,10 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.bounds import check_least, check_seed_and_rate
-from training.export import load_tensors, save_sharded, to_bf16, write_json
+from training.export import save_sharded, to_bf16, write_json
 from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
-from training.lm.model import Llama, LlamaShape, is_plain_llama
+from training.lm.loading import load_model
+from training.lm.model import Llama, LlamaShape
 from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.lm.speed import matmul_tflops, shape_tflops
 from training.plots import plot_curves
@@ -388,24 +389,3 @@ class LMTrainer:
         self.step = state["step"]
         self.log.restore(state["history"])
         say(f"resumed at step {self.step}")
-
-
-def load_model(
-    path: Path | None, device: torch.device | str, dtype: torch.dtype = torch.float32
-) -> Llama:
-    """Loads a Llama directory as `train lm` writes it, frozen, computing in `dtype`.
-
-    Raises:
-        CheckpointError: The directory lacks weights, or has those of another model.
-    """
-    if path is None or not (path / "config.json").is_file():
-        raise CheckpointError(f"no config.json in {path}")
-    if not is_plain_llama(path):
-        raise CheckpointError(f"{path / 'config.json'}: not a plain Llama")
-    model = Llama(LlamaShape.from_dir(path), dtype)
-    tensors = load_tensors(path)
-    try:
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    return model.to(device).eval().requires_grad_(False)
