@@ -3,6 +3,7 @@ their heads, and write their own text.
 """
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_what_a_server_passes_over_is_no_obstacle(case: str, tmp_path: Path) -> 
     with torch.no_grad():
         expected = model(prompts()).logits
     torch.testing.assert_close(target.logits(target.features(prompts(), ())[0]), expected)
+
+
+def test_keys_without_a_value_have_their_defaults(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    model = make(tmp_path, "Llama", num_key_value_heads=2, rope_parameters=rope)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"num_key_value_heads": None, "head_dim": None}
+    config |= {"rope_parameters": {"rope_type": "default"}, "rope_theta": 500.0}
+    del config["rms_norm_eps"]
+    file.write_text(json.dumps(config))
+    target = read(tmp_path)
+    assert target.is_own
+    hidden, _ = target.features(prompts(), ())
+    with torch.no_grad():
+        torch.testing.assert_close(target.logits(hidden), model(prompts()).logits)
 
 
 def test_a_quantized_gguf_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,19 +52,19 @@ class LlamaShape:
             if not isinstance(config.get(name), int):
                 raise CheckpointError(f"{path / 'config.json'}: {name} is missing")
         heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or config
+        rope, epsilon = config.get("rope_parameters") or {}, config.get("rms_norm_eps")
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=config["hidden_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
+            num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             intermediate_size=config["intermediate_size"],
             context_length=config["max_position_embeddings"],
-            rope_theta=rope.get("rope_theta", 10_000.0),
-            norm_eps=config.get("rms_norm_eps", 1e-5),
-            tie_embeddings=config.get("tie_word_embeddings", False),
+            rope_theta=rope.get("rope_theta") or config.get("rope_theta") or 10_000.0,
+            norm_eps=1e-6 if epsilon is None else epsilon,
+            tie_embeddings=bool(config.get("tie_word_embeddings")),
         )
 
     def to_config(self, dtype: str, bos: int, eos: int) -> dict[str, Any]:
