@@ -34,7 +34,10 @@ def pyplot() -> ModuleType:
 
 def check(path: Path) -> None:
     """Raises ConfigError where a plot cannot be written to a path; see `pyplot`, too."""
-    known = pyplot().figure().canvas.get_supported_filetypes()
+    plt = pyplot()
+    figure = plt.figure()
+    known = figure.canvas.get_supported_filetypes()
+    plt.close(figure)
     if path.suffix.removeprefix(".").lower() not in known:
         raise ConfigError(f"--plot: {path} is no picture; take .png, or another suffix of one")
     check_folder("--plot", path)
