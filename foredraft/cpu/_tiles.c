@@ -5,7 +5,9 @@
  */
 /* As fast as with -O3, which takes over three times as long to compile the blocks, into over three
  * times as many bytes. */
+#ifdef __OPTIMIZE__
 #pragma GCC optimize("O2")
+#endif
 #include "_kernels.h"
 #include "_share.h"
 
