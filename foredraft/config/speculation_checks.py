@@ -7,13 +7,6 @@ from foredraft.config.by_name import is_by_name
 from foredraft.config.speculation_flags import SpeculationFlags
 from foredraft.errors import ConfigError
 
-# Why an algorithm takes no --speculative-num-steps and --speculative-eagle-topk.
-_UNUSED = {
-    "NONE": "nothing is drafted",
-    "NGRAM": (
-        "--speculative-num-draft-tokens and --speculative-ngram-max-bfs-breadth shape its trees"
-    ),
-}
 # Drafting ahead needs KV for each level of each outcome, in every slot: with 8 levels for 224
 # tokens, with 32 for 3,200.
 MOST_STEPS_AHEAD = 8
@@ -42,7 +35,7 @@ def check_speculation(config: SpeculationFlags) -> None:
     _check_weights(config)
     _check_thresholds(config)
     _check_sizes(config)
-    if config.traits.has_model:
+    if not config.traits.why_no_steps:
         _check_tree(config)
     if config.speculative_algorithm == "NGRAM" or config.speculative_ngram_override:
         _check_ngram(config)
@@ -102,15 +95,15 @@ def _check_thresholds(config: SpeculationFlags) -> None:
 
 def _check_sizes(config: SpeculationFlags) -> None:
     """Checks the sizes of trees, each by itself; `_check_tree` checks that they go together."""
-    algorithm = config.speculative_algorithm
+    algorithm, why_not = config.speculative_algorithm, config.traits.why_no_steps
     for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
         value = getattr(config, name)
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
-        if value is not None and algorithm in _UNUSED:
+        if value is not None and why_not:
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}:"
-                f" {_UNUSED[algorithm]}"
+                f" {why_not}"
             )
     tokens = config.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= 256:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.cli.serve_config import ServeConfig
+from foredraft.config.algorithms import ALGORITHMS, Algorithm
 from foredraft.config.options import add_arguments, flag_of, given_values, to_flags, value_type
 from foredraft.config.services import (
     DraftConfig,
@@ -453,3 +454,12 @@ def test_command_lines_of_sglangs_pages_are_read(line: str) -> None:
 def test_what_sglang_command_lines_have_is_taken() -> None:
     VerifyConfig(enable_torch_compile=True, torch_compile_max_bs=8)
     VerifyConfig(speculative_attention_mode="decode")
+
+
+def test_a_tree_is_checked_without_a_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = Algorithm(has_model=False, reads_hidden=False)
+    monkeypatch.setitem(ALGORITHMS, "OTHER", kind)
+    found = SpeculationConfig(speculative_algorithm="OTHER", speculative_num_steps=5)
+    assert found.tree_limits == (5, 1, 6)
+    with pytest.raises(ConfigError, match=r"need --speculative-num-steps beside them"):
+        SpeculationConfig(speculative_algorithm="OTHER", speculative_num_draft_tokens=8)
