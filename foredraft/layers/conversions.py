@@ -1,4 +1,5 @@
-"""Converts a loaded model's linear layers to other forms, by name.
+"""Changes the linear layers of a loaded model: a draft's to the form that a flag names, a target's
+to exact products.
 
 What a form needs is imported when it is asked for.
 """
@@ -17,13 +18,13 @@ def _unquant(module: nn.Module, device: torch.device) -> None:
 
 
 def _int8(module: nn.Module, device: torch.device) -> None:
-    from foredraft.layers.quantization import quantize_int8
+    from foredraft.layers.draft_quantization import quantize_int8
 
     quantize_int8(module)
 
 
 def _fp8(module: nn.Module, device: torch.device) -> None:
-    from foredraft.layers.quantization import check_fp8, quantize_fp8
+    from foredraft.layers.draft_quantization import check_fp8, quantize_fp8
 
     check_fp8(device)
     quantize_fp8(module)

@@ -6,9 +6,9 @@ from torch import nn
 
 from foredraft.errors import ConfigError
 from foredraft.layers.conversions import convert_linears
+from foredraft.layers.draft_quantization import quantize_fp8, quantize_int8
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
-from foredraft.layers.quantization import quantize_fp8, quantize_int8
 
 CPU = torch.device("cpu")
 

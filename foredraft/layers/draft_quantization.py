@@ -1,5 +1,5 @@
-"""Quantization of projections after they are loaded: 8-bit integers, or on newer GPUs 8-bit floats,
-with a scale for each output.
+"""Quantises a draft's linear layers once they are loaded: to 8-bit integers, or on newer GPUs to
+8-bit floats, with a scale for each output.
 """
 
 import torch
@@ -54,7 +54,7 @@ def quantize_fp8(module: nn.Module) -> None:
             continue
         rounded, scales = _to_fp8(weight)
         linear.weight = nn.Parameter(rounded, requires_grad=False)
-        linear.scales, linear.method = scales.t(), Fp8Method()
+        linear.scales, linear.method = scales.t(), Fp8RowsMethod()
 
 
 def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ def _to_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (rows / scales).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scales
 
 
-class Fp8Method(LinearMethod):
+class Fp8RowsMethod(LinearMethod):
     """8-bit floats with a scale for each output, float32 [1, num_outputs]; rows of x are rounded to
     8-bit floats too.
     """
