@@ -22,7 +22,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 from verify_service.executor.captured.shared_keys import (
     COLUMNS,
     BlockSizes,
-    Group,
+    Sharers,
     columns_of,
     find_groups,
     shared_keys,
@@ -100,7 +100,7 @@ def planned(case: Case) -> tuple[TritonPlan, TritonPlan]:
     return plan, once
 
 
-def blocks_of(sizes: BlockSizes, groups: list[Group]) -> list[Group]:
+def blocks_of(sizes: BlockSizes, groups: list[Sharers]) -> list[Sharers]:
     """Cuts groups into blocks, whether it pays or not."""
     return replace(sizes, key_bytes=1 << 40).cut(groups)
 

@@ -13,7 +13,7 @@ from verify_service.executor.captured.fill import RecordFiller
 from verify_service.executor.captured.shared_keys import (
     COLUMNS,
     BlockSizes,
-    Group,
+    Sharers,
     columns_of,
     find_groups,
 )
@@ -28,22 +28,22 @@ def table(common: str, own: int, num_own: int = 3) -> list[int]:
     return [*map(ord, common), *range(1000 + 10 * own, 1000 + 10 * own + num_own)]
 
 
-def saved(groups: list[Group]) -> int:
+def saved(groups: list[Sharers]) -> int:
     return sum(group.saved for group in groups)
 
 
 def test_sequences_that_begin_alike_are_a_group() -> None:
     tables = [table("abcdefgh", 0), table("xy", 1), table("abcdefghij", 2), table("abcdefgh", 3)]
-    assert find_groups(tables, PAGE) == [Group([0, 2, 3], 128)]
+    assert find_groups(tables, PAGE) == [Sharers([0, 2, 3], 128)]
 
 
 def test_shared_keys_are_whole_tiles() -> None:
-    assert find_groups([table("abcdefg", 0), table("abcdefg", 1)], PAGE) == [Group([0, 1], 64)]
+    assert find_groups([table("abcdefg", 0), table("abcdefg", 1)], PAGE) == [Sharers([0, 1], 64)]
     assert find_groups([table("abc", 0), table("abc", 1)], PAGE) == []
 
 
 def test_one_page_table_may_be_the_beginning_of_another() -> None:
-    assert find_groups([table("abcd", 0, 0), table("abcd", 1)], PAGE) == [Group([0, 1], 64)]
+    assert find_groups([table("abcd", 0, 0), table("abcd", 1)], PAGE) == [Sharers([0, 1], 64)]
 
 
 def test_those_who_share_much_do_not_wait_for_those_who_share_little() -> None:
@@ -51,8 +51,8 @@ def test_those_who_share_much_do_not_wait_for_those_who_share_little() -> None:
     tables = [table(much, 0), table(little, 1), table(much, 2), table(little, 3), table(much, 4)]
     found = find_groups(tables, PAGE)
     assert sorted(found, key=lambda group: group.num_keys) == [
-        Group([1, 3], 128),
-        Group([0, 2, 4], 1024),
+        Sharers([1, 3], 128),
+        Sharers([0, 2, 4], 1024),
     ]
 
 
@@ -100,14 +100,14 @@ def common(tables: list[list[int]], part: list[int]) -> int:
 
 def test_groups_are_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_keys, "LEAST_BYTES", 1000)
-    groups = [Group([0, 1], 64), Group([2, 3, 4, 5, 6], 128), Group([7, 8, 9], 256)]
+    groups = [Sharers([0, 1], 64), Sharers([2, 3, 4, 5, 6], 128), Sharers([7, 8, 9], 256)]
     assert BlockSizes(2, 4, 4).cut(groups) == [
-        Group([2, 3], 128),
-        Group([4, 5], 128),
-        Group([7, 8], 256),
-        Group([0, 1], 64),
+        Sharers([2, 3], 128),
+        Sharers([4, 5], 128),
+        Sharers([7, 8], 256),
+        Sharers([0, 1], 64),
     ]
-    assert BlockSizes(2, 1, 8).cut(groups) == [Group([2, 3], 128)]
+    assert BlockSizes(2, 1, 8).cut(groups) == [Sharers([2, 3], 128)]
     assert BlockSizes(2, 1, 7).cut(groups) == []  # 896 bytes are not worth a kernel
     assert BlockSizes(0, 0, 1 << 30).cut(groups) == []
 
@@ -173,7 +173,7 @@ def test_nobody_looks_for_shared_keys_where_no_step_can_share(monkeypatch) -> No
 
 
 def test_the_device_reads_what_the_host_wrote() -> None:
-    blocks = [Group([3, 1], 128), Group([0, 4, 5], 64)]
+    blocks = [Sharers([3, 1], 128), Sharers([0, 4, 5], 64)]
     records = torch.zeros(8, STEP.size, dtype=torch.int32)
     for name, column in zip(COLUMNS, columns_of(blocks, 6), strict=True):
         records[:6, STEP[name]] = torch.from_numpy(column)

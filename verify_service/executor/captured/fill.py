@@ -9,7 +9,7 @@ import numpy.typing as npt
 from foredraft.sampling.columns import SAMPLING
 from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
 from verify_service.executor.base import Ahead, no_wait
-from verify_service.executor.captured.shared_keys import COLUMNS, Group, columns_of, find_groups
+from verify_service.executor.captured.shared_keys import COLUMNS, Sharers, columns_of, find_groups
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
 from verify_service.executor.choice.sampler import VerifyRows
@@ -69,7 +69,7 @@ class RecordFiller:
         self.shares_keys = False
         # Of the members: those that begin with the same pages, once somebody has asked, and what
         # the records hold of them, by number of rows.
-        self._groups: list[Group] | None = None
+        self._groups: list[Sharers] | None = None
         self._columns: dict[int, npt.NDArray[np.int32] | None] = {}
 
     def fill_ahead(self, sequences: list[RequestSequence], num_rows: int, ahead: Ahead) -> None:

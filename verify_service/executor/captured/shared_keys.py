@@ -26,7 +26,7 @@ COLUMNS = ("shared_keys", "member", "block_first", "block_size")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Sharers:
     """Sequences that begin with the same keys.
 
     Attributes:
@@ -72,24 +72,24 @@ class BlockSizes:
         count = min(batch // 2, -(-batch // most) + _SPARE) if most > 1 else 0
         return cls(most, count, 2 * kv.num_kv_heads * kv.data.shape[-1] * kv.data.itemsize)
 
-    def cut(self, groups: Sequence[Group]) -> list[Group]:
+    def cut(self, groups: Sequence[Sharers]) -> list[Sharers]:
         """Cuts groups into blocks, those that save most first; none if it is not worth a kernel."""
-        blocks: list[Group] = []
+        blocks: list[Sharers] = []
         for group in sorted(groups, key=lambda group: group.saved, reverse=True):
             members = group.members
             parts = (members[i : i + self.most] for i in range(0, len(members), max(1, self.most)))
-            blocks += (Group(part, group.num_keys) for part in parts if len(part) > 1)
+            blocks += (Sharers(part, group.num_keys) for part in parts if len(part) > 1)
         blocks = blocks[: self.count]
         saved = sum(block.saved for block in blocks)
         return blocks if saved * self.key_bytes >= LEAST_BYTES else []
 
 
-def find_groups(page_tables: Sequence[list[int]], page_size: int) -> list[Group]:
+def find_groups(page_tables: Sequence[list[int]], page_size: int) -> list[Sharers]:
     """Finds groups of sequences that share many keys; a sequence is in one group at most."""
     by_first: dict[int, list[int]] = {}
     for index, pages in enumerate(page_tables):
         by_first.setdefault(pages[0], []).append(index)
-    groups: list[Group] = []
+    groups: list[Sharers] = []
     for members in by_first.values():
         if len(members) > 1:
             members.sort(key=page_tables.__getitem__)
@@ -112,14 +112,14 @@ class _Branch:
     """
 
     num_keys: int
-    groups: list[Group] = field(default_factory=list)
+    groups: list[Sharers] = field(default_factory=list)
     others: list[int] = field(default_factory=list)
 
     def add(self, part: "_Branch") -> None:
         self.groups += part.groups
         self.others += part.others
 
-    def group(self) -> list[Group]:
+    def group(self) -> list[Sharers]:
         """Puts into one group all that is in none, and what saves more there than in its own.
 
         Returns the groups that would save less in any that shares fewer keys; they are no longer
@@ -133,12 +133,12 @@ class _Branch:
             self.others += [member for group in self.groups for member in group.members]
             self.groups = []
         if len(self.others) > 1:
-            self.groups.append(Group(sorted(self.others), least))
+            self.groups.append(Sharers(sorted(self.others), least))
             self.others = []
         return final
 
 
-def _groups_of(members: list[int], common: list[int]) -> list[Group]:
+def _groups_of(members: list[int], common: list[int]) -> list[Sharers]:
     """Returns groups of some sequences. Within all that share some keys those who share more are a
     group of their own if that saves more.
 
@@ -146,7 +146,7 @@ def _groups_of(members: list[int], common: list[int]) -> list[Group]:
         members: Sequences in the order of their page tables.
         common: Number of keys that each of them shares with the next one.
     """
-    found: list[Group] = []
+    found: list[Sharers] = []
     branches = [_Branch(0)]  # each within the one before, and all open behind the last member
     for member, num_keys in zip(members, [*common, 0], strict=True):
         part = _Branch(num_keys, others=[member])
@@ -172,7 +172,7 @@ def _num_common(pages: list[int], others: list[int]) -> int:
     return low
 
 
-def columns_of(blocks: Sequence[Group], num_sequences: int) -> npt.NDArray[np.int32]:
+def columns_of(blocks: Sequence[Sharers], num_sequences: int) -> npt.NDArray[np.int32]:
     """Returns what the records hold of some blocks, int32 [COLUMNS, num_sequences]."""
     columns = np.zeros((len(COLUMNS), num_sequences), np.int32)
     keys, member, first, size = columns
