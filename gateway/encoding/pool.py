@@ -235,7 +235,11 @@ class EncodingPool:
         raise ForedraftError("no encoding process could be started")
 
     async def _load(self) -> None:
-        """Starts the process that the others are forked from, unless it runs."""
+        """Starts the process that the others are forked from, unless it runs.
+
+        Raises:
+            CheckpointError: It has not loaded the tokenizer, or not in time.
+        """
         if self._loader is not None and self._loader.poll() is None:
             return
         await self._unload()
@@ -251,8 +255,14 @@ class EncodingPool:
                 env={**child_environment(), "TOKENIZERS_PARALLELISM": "false"},
             )
         self._control = ours
-        async with asyncio.timeout(LOAD_SECONDS):
-            answer = await asyncio.get_running_loop().sock_recv(ours, len(READY))
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                answer = await asyncio.get_running_loop().sock_recv(ours, len(READY))
+        except TimeoutError:  # not the job's: that is for the time of encoding
+            await self._unload()
+            raise CheckpointError(
+                f"the tokenizer does not load within {LOAD_SECONDS:g} s in a process of its own"
+            ) from None
         if answer != READY:
             await self._unload()
             raise CheckpointError("the tokenizer does not load in a process of its own")

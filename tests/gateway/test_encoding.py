@@ -159,6 +159,25 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path) -> None:
         run(tmp_path, None, work)
 
 
+def test_a_tokenizer_that_loads_too_slowly_is_no_fault_of_a_request(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(pool: EncodingPool) -> None:
+        expected = await pool.encode("The dog", True, "prompt")
+        for process in list(pool._idle._queue):  # type: ignore[attr-defined]
+            os.kill(process.pid, signal.SIGKILL)
+        assert pool._loader is not None
+        pool._loader.kill()
+        pool._loader.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("gateway.encoding.pool.LOAD_SECONDS", 0.01)
+            with pytest.raises(CheckpointError, match=r"does not load within 0\.01 s"):
+                await pool.encode("The dog", True, "prompt")
+        assert await pool.encode("The dog", True, "prompt") == expected
+
+    run(model, None, work)
+
+
 def test_no_process_is_left(model: Path) -> None:
     pids: list[int] = []
 
