@@ -201,36 +201,30 @@ class Generator:
                 text, tokens = decoder.feed(outputs)
                 watch.tokens(decoder.num_tokens - before)
                 finish = outputs[-1].finish if outputs[-1].HasField("finish") else None
-                if finish is None and decoder.stop_text is not None:
+                if finish is not None:
+                    break
+                is_stopped = decoder.stop_text is not None
+                if is_stopped:
                     ticket.cancel()
-                    if text or tokens:
-                        steps = decoder.take_steps()
-                        yield Chunk(choice, text, tokens, steps=steps, prompt_logprobs=found)
-                        found = []
-                    text, tokens = "", []
+                if text or tokens:
+                    steps = decoder.take_steps()
+                    yield Chunk(choice, text, tokens, steps=steps, prompt_logprobs=found)
+                    text, tokens, found = "", [], []
+                if is_stopped:
                     finish = await _account(ticket, len(job.prompt))
-                if finish is None:
-                    if text or tokens:
-                        steps = decoder.take_steps()
-                        yield Chunk(choice, text, tokens, steps=steps, prompt_logprobs=found)
-                        found = []
-                    outputs = await ticket.take()
-                    continue
-                raise_failure(finish, connection, job)
-                if not job.sampling.max_new_tokens:
-                    # The verifier chose one token all the same.
-                    chunk = chunk_without_tokens(job, choice, finish.cached_tokens)
-                    chunk.prompt_logprobs = found
-                    assert chunk.completion is not None
-                    watch.finish(chunk.completion)
-                    yield chunk
-                    return
+                    break
+                outputs = await ticket.take()
+            raise_failure(finish, connection, job)
+            if job.sampling.max_new_tokens:
                 tail, rest = decoder.flush()
-                completion = completion_of(job, choice, decoder, finish)
-                watch.finish(completion)
-                steps = decoder.take_steps()
-                yield Chunk(choice, text + tail, tokens + rest, completion, steps, found)
-                return
+                end = completion_of(job, choice, decoder, finish)
+                last = Chunk(choice, text + tail, tokens + rest, end, decoder.take_steps(), found)
+            else:  # the verifier chose one token all the same
+                last = chunk_without_tokens(job, choice, finish.cached_tokens)
+                last.prompt_logprobs = found
+            assert last.completion is not None
+            watch.finish(last.completion)
+            yield last
         finally:
             running.remove(ticket)
             ticket.close()
