@@ -20,6 +20,7 @@ from gateway.anthropic import routes as anthropic
 from gateway.anthropic.schemas import CountBody, MessagesBody
 from gateway.figures import Figures
 from gateway.http import HeadAsGet, RequestNames, error_response
+from gateway.jobs import JobOptions
 from gateway.native import routes as native
 from gateway.native.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody
 from gateway.openai import routes as openai
@@ -107,9 +108,8 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> dict[str, Any]:
         """Ready when one token can be generated."""
-        probe = serving.job(
-            [0], SamplingParams(temperature=0.0, max_new_tokens=1), timeout=PROBE_SECONDS
-        )
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
+        probe = serving.job([0], sampling, JobOptions(timeout=PROBE_SECONDS))
         async with aclosing(serving.generator.stream(probe)) as chunks:
             async for _ in chunks:
                 pass

@@ -22,7 +22,7 @@ from gateway.decoding import Chunk, Completion, OutputToken
 from gateway.errors import RequestTimeout, SlowClient, UnknownModel, http_error
 from gateway.field_names import naming
 from gateway.grpc_tools import CallFinder, function_use, messages
-from gateway.jobs import Job
+from gateway.jobs import Job, JobOptions
 from gateway.openai import chats
 from gateway.openai.call_grammars import call_grammar
 from gateway.openai.prompt_logprobs import echoed
@@ -118,7 +118,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> Job:
         serving, given = self._serving, request.sampling
         serving.check_model(request.model)
-
         grammar = _grammar(given.grammar)
         if use is not None and convention is not None:
             grammar = call_grammar(use, convention, serving.tokenizer, grammar)
@@ -129,10 +128,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             grammar=grammar,
             bad_words=serving.bad_words(given.bad_words),
         )
-        return serving.job(
-            prompt,
-            sampling,
-            max_new_tokens_given=given.HasField("max_new_tokens"),
+        options = JobOptions(
             name=request.request_id,
             stop=tuple(given.stop),
             num_choices=given.n if given.HasField("n") else 1,
@@ -144,6 +140,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             timeout=timeout,
             functions=() if use is None else use.names,
         )
+        must_fit = given.HasField("max_new_tokens")
+        return serving.job(prompt, sampling, options, must_fit=must_fit)
 
     async def _prompt(
         self,

@@ -1,12 +1,12 @@
 """Checks of a request's fields before a verifier is asked; each names the field that is wrong."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import InvalidRequest, PromptTooLong
 from foredraft.types import MAX_COUNT, SamplingParams
+from gateway.jobs import JobOptions
 
 MAX_STOPS = 32
 MAX_STOP_CHARACTERS = 1024
@@ -42,31 +42,21 @@ def checked_sampling(
     return replace(sampling, min_new_tokens=0)
 
 
-def check_name(name: str) -> None:
-    """Raises InvalidRequest if a request's name cannot stand in a log."""
-    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+def check_options(options: JobOptions) -> None:
+    """Raises InvalidRequest for the first option outside its range."""
+    check_choices(options.num_choices)
+    name, stop, timeout = options.name, options.stop, options.timeout
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():  # it stands in logs
         raise InvalidRequest(
             "request_id", f"must have at most {MAX_NAME_CHARACTERS} characters, all printable"
         )
-
-
-def check_stops(stop: Sequence[str]) -> None:
-    """Raises InvalidRequest if stop strings are too many, or one is empty or too long."""
     if len(stop) > MAX_STOPS:
         raise InvalidRequest("stop", f"at most {MAX_STOPS} stop strings, not {len(stop)}")
     for text in stop:
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters")
-
-
-def check_priority(priority: int) -> None:
-    """Raises InvalidRequest if a priority does not fit its field of the protos."""
-    if not -(2**31) <= priority < 2**31:
+    if not -(2**31) <= options.priority < 2**31:
         raise InvalidRequest("priority", "must fit 32 bits")
-
-
-def check_timeout(timeout: float | None) -> None:
-    """Raises InvalidRequest if a timeout is given and is no number of seconds."""
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise InvalidRequest("timeout", "must be a positive number of seconds")
 

@@ -1,8 +1,9 @@
 """Checked requests, and what a verifier is asked for them."""
 
 import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from foredraft.api.verify.v1 import verify_pb2
 from foredraft.errors import InvalidRequest, PromptTooLong
@@ -13,30 +14,28 @@ from foredraft.types import SamplingParams, SpeculationParams
 from gateway.security.limits import Caller, current_caller
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a request may ask for beside its prompt and its sampling parameters.
 
     Attributes:
-        name: Name that is unique among running jobs, used in logs and to abort the job.
+        name: Name that is unique among running jobs, used in logs and to abort the job; empty for a
+            new one.
         call: Name of the request that the job belongs to, which aborts all its jobs; empty without
             one.
-        prompt: Token ids.
-        sampling: Sampling parameters, with the seed set.
         stop: Stop strings.
         num_choices: Number of independent continuations.
-        functions: Names of the functions that may be called, in the order of the grammar's parts.
+        skip_special_tokens: Whether special tokens are left out of the text.
         keep_stop: Whether the stop string or token stays in the text.
-        timeout: Seconds after which the request ends with RequestTimeout.
-        caller: The sender of the request: its limits apply, and its name decides which drafts its
-            text may feed.
-        arrived: time.monotonic() of the arrival.
-        traceparent: Trace context that the client sent; empty without one.
+        return_provenance: Whether to tell which tokens were drafted.
+        speculation: Speculation parameters.
+        priority: Higher is served first.
+        timeout: Seconds after which the request ends with RequestTimeout; None for the server's
+            own limit.
+        functions: Names of the functions that may be called, in the order of the grammar's parts.
     """
 
-    name: str
-    prompt: Sequence[int]
-    sampling: SamplingParams
+    name: str = ""
     call: str = ""
     stop: tuple[str, ...] = ()
     num_choices: int = 1
@@ -45,11 +44,40 @@ class Job:
     return_provenance: bool = False
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     priority: int = 0
-    timeout: float = 600.0
-    caller: Caller = field(default_factory=current_caller)
-    arrived: float = field(default_factory=time.monotonic)
-    traceparent: str = field(default_factory=tracing.incoming)
+    timeout: float | None = None
     functions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job(JobOptions):
+    """A checked request, with a name.
+
+    Attributes:
+        prompt: Token ids.
+        sampling: Sampling parameters, with the seed set.
+        timeout: Seconds after which the request ends with RequestTimeout.
+        caller: The sender of the request: its limits apply, and its name decides which drafts its
+            text may feed.
+        arrived: time.monotonic() of the arrival.
+        traceparent: Trace context that the client sent; empty without one.
+    """
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    timeout: float = field(default=600.0, kw_only=True)
+    caller: Caller = field(default_factory=current_caller, kw_only=True)
+    arrived: float = field(default_factory=time.monotonic, kw_only=True)
+    traceparent: str = field(default_factory=tracing.incoming, kw_only=True)
+
+    @classmethod
+    def of(
+        cls, prompt: Sequence[int], sampling: SamplingParams, options: JobOptions, longest: float
+    ) -> "Job":
+        """Creates a job of checked parts, which runs at most `longest` seconds."""
+        asked = {each.name: getattr(options, each.name) for each in fields(JobOptions)}
+        asked["name"] = options.name or uuid.uuid4().hex
+        asked["timeout"] = longest if options.timeout is None else min(options.timeout, longest)
+        return cls(prompt, sampling, **asked)
 
     def seed_of(self, choice: int) -> int:
         """Returns the seed of one continuation."""

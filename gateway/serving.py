@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,23 +16,19 @@ from foredraft.models.hub import tokenizer_directory
 from foredraft.sampling.seeds import random_seed
 from foredraft.text.chat_template import read_template
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import SamplingParams, SpeculationParams, check_tokens
+from foredraft.types import SamplingParams, check_tokens
 from gateway.bodies import Bounds
 from gateway.encoding.pool import EncodingPool
 from gateway.errors import UnknownModel
 from gateway.generation import Generator
 from gateway.job_checks import (
-    check_choices,
     check_length,
-    check_name,
-    check_priority,
+    check_options,
     check_prompt_length,
     check_prompt_logprobs,
-    check_stops,
-    check_timeout,
     checked_sampling,
 )
-from gateway.jobs import Job, fitted, shortened
+from gateway.jobs import Job, JobOptions, fitted, shortened
 from gateway.verifier_pool import VerifierPool
 
 MAX_BAD_TEXTS = 512
@@ -206,64 +201,38 @@ class Serving:
         self,
         prompt: Sequence[int],
         sampling: SamplingParams,
+        options: JobOptions,
         *,
         prompt_field: str = "prompt",
-        max_new_tokens_given: bool = True,
+        must_fit: bool = True,
         may_be_empty: bool = False,
-        name: str = "",
-        call: str = "",
-        stop: Sequence[str] = (),
-        num_choices: int = 1,
-        skip_special_tokens: bool = True,
-        keep_stop: bool = False,
-        return_provenance: bool = False,
-        speculation: SpeculationParams | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        functions: tuple[str, ...] = (),
     ) -> Job:
         """Creates a job; refuses all that the verifier would refuse, with the client's field names.
 
         Args:
+            prompt_field: The client's name for the prompt.
+            must_fit: Whether a length that does not fit is an error, as where the client chose it;
+                else it is cut.
             may_be_empty: Whether a request for zero tokens is allowed.
-            max_new_tokens_given: Whether the client chose the length. If so, a length that cannot
-                fit is an error; else it is cut.
 
         Raises:
             InvalidRequest: A field is wrong.
+            Unavailable: The gateway is stopping, or no verifier has answered yet.
         """
         if self._draining:
             raise Unavailable(STOPPING)
-        info, config, limit = self.info, self.config, self.config.request_timeout
+        info, config = self.info, self.config
         check_tokens(prompt_field, prompt, info.vocab_size)
         sampling = checked_sampling(sampling, info, may_be_empty)
-        check_choices(num_choices)
-        check_name(name)
-        check_stops(stop)
-        check_priority(priority)
-        check_timeout(timeout)
+        check_options(options)
         check_prompt_length(len(prompt), config.max_prompt_tokens)
         if sampling.prompt_logprobs is not None:
-            check_prompt_logprobs(sampling, len(prompt), num_choices)
+            check_prompt_logprobs(sampling, len(prompt), options.num_choices)
         fitting = fitted(sampling, len(prompt), info.context_length)
-        if max_new_tokens_given:
+        if must_fit:
             check_length(sampling, fitting, len(prompt), info, config.max_output_tokens)
         fitting = shortened(fitting, config.max_output_tokens or info.context_length)
-        return Job(
-            name=name or uuid.uuid4().hex,
-            call=call,
-            prompt=prompt,
-            sampling=fitting,
-            stop=tuple(stop),
-            num_choices=num_choices,
-            skip_special_tokens=skip_special_tokens,
-            keep_stop=keep_stop,
-            return_provenance=return_provenance,
-            speculation=speculation or SpeculationParams(),
-            priority=priority,
-            timeout=limit if timeout is None else min(timeout, limit),
-            functions=functions,
-        )
+        return Job.of(prompt, fitting, options, config.request_timeout)
 
     def _ready(self) -> _Opened:
         if self._opened is None:

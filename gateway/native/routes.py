@@ -13,7 +13,7 @@ from gateway.bodies import read, refuse
 from gateway.event_streams import event_stream, unless_disconnected
 from gateway.field_names import naming_by
 from gateway.job_checks import MAX_BATCH, check_batch
-from gateway.jobs import Job
+from gateway.jobs import Job, JobOptions
 from gateway.native import info
 from gateway.native.answers import Answer, Pace
 from gateway.native.schemas import (
@@ -26,6 +26,7 @@ from gateway.native.schemas import (
     TokenizeBody,
 )
 from gateway.openai import chats
+from gateway.openai.schemas import Speculation
 from gateway.openapi import reads
 from gateway.sampling_fields import given_sampling
 from gateway.serving import Serving, seed_or_random
@@ -185,12 +186,7 @@ def _job(
         bad_words=serving.bad_words(given.bad_words),
     )
     stop = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())
-    return serving.job(
-        prompt,
-        sampling,
-        prompt_field=field,
-        max_new_tokens_given=given.max_new_tokens is not None,
-        may_be_empty=True,
+    options = JobOptions(
         name=name,
         call=body.rid if isinstance(body.rid, str) else "",
         stop=stop,
@@ -198,9 +194,13 @@ def _job(
         skip_special_tokens=given.skip_special_tokens,
         keep_stop=given.no_stop_trim,
         return_provenance=body.return_provenance,
-        speculation=None if body.speculation is None else body.speculation.params(),
+        speculation=(body.speculation or Speculation()).params(),
         priority=body.priority,
         timeout=body.timeout,
+    )
+    must_fit = given.max_new_tokens is not None
+    return serving.job(
+        prompt, sampling, options, prompt_field=field, must_fit=must_fit, may_be_empty=True
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from foredraft.errors import InvalidRequest, PromptTooLong
 from foredraft.text.tokenizer import Tokenizer
-from foredraft.types import Grammar, GrammarKind, SamplingParams
+from foredraft.types import Grammar, GrammarKind
 from gateway.jobs import Job
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.call_grammars import (
@@ -22,7 +22,7 @@ from gateway.openai.reasoning import (
     effort_variables,
     opening,
 )
-from gateway.openai.schemas import ChatBody, GenerationBody
+from gateway.openai.schemas import ChatBody
 from gateway.openai.tools import (
     CONVENTIONS,
     Convention,
@@ -214,59 +214,17 @@ async def prepare(
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     words = serving.bad_words(body.bad_words)
     sampling = body.sampling(room if given is None else given, logprobs, prompt.grammar, words)
-    must_fit = given is not None and not is_cut_to_context
-    job = make_job(
-        serving,
-        body,
+    options = body.options(name, name)
+    if prompt.form.keeps_special_tokens:
+        options = replace(options, skip_special_tokens=False)
+    if prompt.use is not None:
+        options = replace(options, functions=prompt.use.names)
+    job = serving.job(
         prompt.ids,
         sampling,
-        name=name,
-        call=name,
-        must_fit=must_fit,
+        options,
+        prompt_field="messages",
+        must_fit=given is not None and not is_cut_to_context,
         may_be_empty=may_be_empty,
-        field="messages",
     )
-    if prompt.form.keeps_special_tokens:
-        job = replace(job, skip_special_tokens=False)
-    if prompt.use is not None:
-        job = replace(job, functions=prompt.use.names)
     return Chat(job, prompt.use, prompt.form)
-
-
-def make_job(
-    serving: Serving,
-    body: GenerationBody,
-    ids: list[int],
-    sampling: SamplingParams,
-    *,
-    name: str,
-    call: str,
-    must_fit: bool,
-    may_be_empty: bool,
-    field: str = "prompt",
-) -> Job:
-    """Makes the job of one prompt of a request.
-
-    Args:
-        name: See `Job`; so is `call`.
-        must_fit: Whether an output that does not fit the context is refused, not cut.
-        may_be_empty: Whether a request for zero tokens is allowed.
-        field: The client's name for the prompt.
-    """
-    return serving.job(
-        ids,
-        sampling,
-        prompt_field=field,
-        max_new_tokens_given=must_fit,
-        may_be_empty=may_be_empty,
-        name=name,
-        call=call,
-        stop=body.stops,
-        num_choices=1 if body.n is None else body.n,
-        skip_special_tokens=body.skip_special_tokens is not False,
-        keep_stop=bool(body.include_stop_str_in_output),
-        return_provenance=bool(body.return_provenance),
-        speculation=None if body.speculation is None else body.speculation.params(),
-        priority=body.priority or 0,
-        timeout=body.timeout,
-    )

@@ -95,16 +95,11 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
             ids = await serving.encode(prompt, body.add_special_tokens is not False)
         else:
             ids = prompt
+        options = body.options(f"{call_id}-{i}" if i else call_id, call_id)
+        must_fit = body.max_tokens is not None
         jobs.append(
-            chats.make_job(
-                serving,
-                body,
-                body.truncated(ids),
-                sampling,
-                name=f"{call_id}-{i}" if i else call_id,
-                call=call_id,
-                must_fit=body.max_tokens is not None,
-                may_be_empty=True,
+            serving.job(
+                body.truncated(ids), sampling, options, must_fit=must_fit, may_be_empty=True
             )
         )
         if body.echo:

@@ -8,6 +8,7 @@ from foredraft.errors import InvalidRequest
 from foredraft.types import Grammar, SamplingParams, SpeculationParams
 from gateway import remedies
 from gateway.bodies import Body, Items, Objects, Renamed, refuse
+from gateway.jobs import JobOptions
 from gateway.openai.response_format import GrammarFields, ResponseFormat
 from gateway.openai.tools import Choice, Tool, ToolUse, tool_use
 from gateway.sampling_fields import SamplingFields, given_sampling
@@ -70,12 +71,20 @@ class GenerationBody(Renamed, GrammarFields, SamplingFields):
     speculation: Speculation | None = None
     request_id: str | None = None
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings as a tuple."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    def options(self, name: str, call: str) -> JobOptions:
+        """Returns the options of the job of one prompt; see `JobOptions` for the arguments."""
+        return JobOptions(
+            name=name,
+            call=call,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            num_choices=1 if self.n is None else self.n,
+            skip_special_tokens=self.skip_special_tokens is not False,
+            keep_stop=bool(self.include_stop_str_in_output),
+            return_provenance=bool(self.return_provenance),
+            speculation=(self.speculation or Speculation()).params(),
+            priority=self.priority or 0,
+            timeout=self.timeout,
+        )
 
     def names(self) -> dict[str, str]:
         return {

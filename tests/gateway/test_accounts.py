@@ -69,7 +69,7 @@ def test_figures_of_speculation() -> None:
 
 
 def test_the_account_in_sglangs_words() -> None:
-    job = Job("the-name", [5] * 21, SamplingParams())
+    job = Job([5] * 21, SamplingParams(), name="the-name")
     answer = Answer(job, GenerateBody(text="x"), Tokenizer(tiny_tokenizers.byte_level()))
     meta = answer.add(Chunk(0, completion=END))["meta_info"]
     assert meta.pop("e2e_latency") > 0

@@ -34,7 +34,7 @@ SAMPLING: dict[str, Any] = {
     "allowed_token_ids": (8, 12, 5),
 }
 SPECULATION: dict[str, Any] = {"enabled": False, "num_steps": 3, "topk": 2, "num_draft_tokens": 8}
-JOB = Job("the-name", [1, 2, 3], SamplingParams(**SAMPLING))
+JOB = Job([1, 2, 3], SamplingParams(**SAMPLING), name="the-name")
 
 
 def plain(value: Any) -> Any:

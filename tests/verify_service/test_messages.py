@@ -49,13 +49,15 @@ def test_what_is_nearly_0_is_not_taken_for_left_out() -> None:
     ],
 )
 def test_wishes_for_speculation_arrive(given: SpeculationParams) -> None:
-    job = Job("name", [1], SamplingParams(), speculation=given)
+    job = Job([1], SamplingParams(), name="name", speculation=given)
     assert _received(submit_request(job, 0)).speculation == given
 
 
 def test_what_is_beside_the_sampling_arrives() -> None:
     caller = Caller("alice", Limits())
-    job = Job("name", [4, 5], SamplingParams(), caller=caller, priority=-3, return_provenance=True)
+    job = Job(
+        [4, 5], SamplingParams(), name="name", caller=caller, priority=-3, return_provenance=True
+    )
     submit = submit_request(job, 0)
     submit.id, submit.timeout_seconds = 77, 2.5
     request = _received(submit)
@@ -150,7 +152,7 @@ LOAD = Load(1, 2, 3, 4, draft_available=True, drafting_since=1234.5)
 
 
 def _sent(sampling: SamplingParams) -> SamplingParams:
-    return _received(submit_request(Job("name", [1], sampling), 0)).sampling
+    return _received(submit_request(Job([1], sampling, name="name"), 0)).sampling
 
 
 def _received(submit: verify_pb2.SubmitRequest) -> EngineRequest:
