@@ -35,7 +35,7 @@ class Answer:
     num_left: int = 512
     context: int = PROMPT
     behind: int = PROMPT
-    rate: float | None = None  # acceptance rate, once it was drafted for
+    rate: float | None = None  # accept rate, once it was drafted for
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,28 @@ def test_every_benchmark_is_listed() -> None:
             assert f"`{name}`" in text, name
 
 
+def test_words_of_the_glossary_are_used() -> None:
+    """Code, flags and pages use each: as `tree size`, `tree_size` or `TreeSize`."""
+    page = ROOT / "docs/glossary.md"
+    words = re.findall(r"^\| `?([\w -]+)", page.read_text(), re.MULTILINE)[1:]
+    folders = ("foredraft", "verify_service", "draft_service", "gateway", "docs")
+    texts = [
+        path.read_text()
+        for folder in folders
+        for kind in ("*.py", "*.md")
+        for path in (ROOT / folder).rglob(kind)
+        if path != page
+    ]
+    used = _plain(" ".join(texts))
+    assert len(words) > 40
+    assert not {word.strip() for word in words if _plain(word) not in used}
+
+
+def _plain(text: str) -> str:
+    """Splits names into words, in lower case."""
+    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)).lower().strip()
+
+
 def test_manual_stays_short() -> None:
     """The manual has at most 15,000 words; code, generated pages, the lab book and the decisions do
     not count.
