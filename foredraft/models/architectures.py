@@ -2,9 +2,10 @@
 
 A class's module is imported when a checkpoint of its kind is loaded.
 
-An architecture that only differs from Llama in what `families.FAMILIES` can say is one row there.
-Another kind of layer (a mixture of experts, a recurrent one) is a class of its own, in a file of
-its own, and a line here.
+Each architecture is a row of `families.FAMILIES`, which says how its config.json is read. One that
+only differs from Llama in what a row can say needs no more. Another kind of layer (a mixture of
+experts, a recurrent one) or other tensors are a class of its own, in a file of its own, and a line
+here.
 """
 
 from collections.abc import Callable
