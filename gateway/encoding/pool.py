@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.errors import CheckpointError, ForedraftError, InvalidRequest, Overloaded
+from foredraft.errors import (
+    CheckpointError,
+    ForedraftError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from foredraft.rpc.lifetime import child_environment
 from gateway import metrics
 from gateway.encoding.wire import ANSWER_HEAD, Verdict, pack_request, unpack_tokens
@@ -238,7 +244,8 @@ class EncodingPool:
         """Starts the process that the others are forked from, unless it runs.
 
         Raises:
-            CheckpointError: It has not loaded the tokenizer, or not in time.
+            CheckpointError: It could not load the tokenizer.
+            Unavailable: It did not load the tokenizer in time.
         """
         if self._loader is not None and self._loader.poll() is None:
             return
@@ -260,9 +267,7 @@ class EncodingPool:
                 answer = await asyncio.get_running_loop().sock_recv(ours, len(READY))
         except TimeoutError:  # not the job's: that is for the time of encoding
             await self._unload()
-            raise CheckpointError(
-                f"the tokenizer does not load within {LOAD_SECONDS:g} s in a process of its own"
-            ) from None
+            raise Unavailable(f"the tokenizer did not load within {LOAD_SECONDS:g} s") from None
         if answer != READY:
             await self._unload()
             raise CheckpointError("the tokenizer does not load in a process of its own")

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foredraft.cli.stack import LocalStack
-from foredraft.errors import CheckpointError, InvalidRequest
+from foredraft.errors import CheckpointError, InvalidRequest, Unavailable
 from foredraft.text.tokenizer import Tokenizer
 from gateway.encoding.pool import EncodingPool
 from testing import stack as stacks
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_loads_too_slowly_is_no_fault_of_a_request(
         pool._loader.wait()
         with monkeypatch.context() as patch:
             patch.setattr("gateway.encoding.pool.LOAD_SECONDS", 0.01)
-            with pytest.raises(CheckpointError, match=r"does not load within 0\.01 s"):
+            with pytest.raises(Unavailable, match=r"did not load within 0\.01 s"):
                 await pool.encode("The dog", True, "prompt")
         assert await pool.encode("The dog", True, "prompt") == expected
 
