@@ -74,6 +74,7 @@ class Conversation:
                 message = self._open_assistant()
             message["content"] = content
         else:
+            self._end_turn()
             self.messages.append({"role": item.role, "content": content})
 
     def _call(self, item: Item, where: str) -> None:
@@ -116,6 +117,11 @@ class Conversation:
         if last["role"] == "assistant" and not self._reasoning:
             return last
         return self._open_assistant()
+
+    def _end_turn(self) -> None:
+        """Gives reasoning that no answer followed a message of its own."""
+        if self._reasoning:
+            self._open_assistant()
 
     def _open_assistant(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}

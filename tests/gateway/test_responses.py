@@ -10,6 +10,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from gateway.responses.items import Conversation
+from gateway.responses.schemas import Item
 from tests.gateway.responses import FIXED, WEATHER, chat_text, create, events_of, told
 
 CALLING: Any = {
@@ -194,3 +196,21 @@ def test_tokens_are_counted(caller: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         count(model="tiny", input="x", extra_body={"max_output_tokens": 4})
     assert refused.value.param == "max_output_tokens"
+
+
+def test_reasoning_stays_in_the_turn_that_it_belongs_to() -> None:
+    """An answer that was cut within its reasoning is a turn of its own."""
+    talk = Conversation()
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "cut"}]},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+    talk.add([Item.model_validate(item) for item in items], "input")
+    assert talk.messages == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "cut"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
