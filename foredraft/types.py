@@ -160,7 +160,9 @@ class SamplingParams:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether tokens are drawn from the first of their ranking alone."""
+        """Whether tokens are drawn from the first of their ranking alone, which takes a look at all
+        logits of a row.
+        """
         return self.is_sampled and (self.top_k > 0 or self.top_p < 1)
 
     @property

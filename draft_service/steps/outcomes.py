@@ -28,9 +28,9 @@ class Outcomes:
         chains: int32 [slots, C, S], the chain that continues each outcome.
         is_hit: bool [B], whether a sequence's committed tokens were one of its outcomes.
         found: int32 [B, S], the chain that continues it then.
-        report: int32 [3]. Numbers of steps whose outcomes were prepared: those where all sequences'
-            were, and the others. Then the number of the newest step that was looked for, negative
-            unless all its trees are there.
+        report: int32 [3]: number of steps that found the outcomes of all sequences prepared; number
+            of steps that looked and missed one; number of the newest step, negative unless its
+            trees were all handed on.
         host_report: The same on the host, a copy.
     """
 

@@ -25,15 +25,16 @@ class DraftPlan:
 
     Attributes:
         tokens, hidden_rows, positions, slots: int64 [B * R], of committed tokens: the rows of
-            hidden states are in the source, the slots in the cache. Rows that are none write where
-            nobody reads.
+            hidden states are in the source, the slots in the cache. Rows beyond a sequence's
+            tokens write to a slot that nobody reads.
         last: int64 [B], row of each sequence's newest token.
-        start, num_rows, prefix_start: int32 [B], key index of the first one, how many there are,
-            what they see first.
+        start: int32 [B], key index of each sequence's first committed token of the step.
+        num_rows: int32 [B], number of its committed tokens.
+        prefix_start: int32 [B], first key that they attend to.
         tables: int32 [B, pages and scratch pages], of committed and drafted keys.
         num_keys: int32 [B], committed keys, the step's own included.
         num_beams: int32 [B], K, or 0 for padding.
-        valid_from: int32 [B], what drafted tokens see first.
+        valid_from: int32 [B], first key that drafted tokens attend to.
         level_first: int32 [L, B], key index of each level's first beam.
         level_positions, level_slots: int64 [L, B * K].
         tail_positions: int32 [B, L * K], of drafted keys.

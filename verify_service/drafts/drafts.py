@@ -62,7 +62,9 @@ class Drafts:
         return self.each[self.names.index(name)].epoch
 
     def proposer(self, sequence: RequestSequence) -> int:
-        """Returns the number of the draft that a sequence's newest step asked, or would have."""
+        """Returns the number of the draft that a sequence's newest step asked for a tree, or would
+        have asked if it had wanted one.
+        """
         return self._proposers.get(sequence.request_id, 0)
 
     def proposers(self, slots: Sequence[DecodeSlot]) -> list[int]:

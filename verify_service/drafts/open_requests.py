@@ -64,6 +64,8 @@ class OwnTime:
 class OpenRequests:
     """Matches answers to requests. Belongs to the engine's thread.
 
+    A round is a step that the host begins. Trees that come after it are no longer verified.
+
     Args:
         vocab_size: Number of the target's tokens.
         metrics: Metrics of the draft.

@@ -65,7 +65,7 @@ class StepBuffers:
         `parents`. Padding is filled in already.
 
         They are views of pinned memory. A tree's rows are the root, then its nodes; see
-        `triton_sampling` for their parents.
+        `kernels.trees` for their parents.
         """
         self.turn = (self.turn + 1) % UNDER_WAY
         batch = self._shapes.batch_size(num_sequences)

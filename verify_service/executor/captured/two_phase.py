@@ -31,7 +31,7 @@ from verify_service.scheduler.token_limits import biases
 
 @dataclass(slots=True)
 class _Held:
-    """Names the request whose words a slot holds, and how many output tokens are counted."""
+    """The request whose tokens are counted in a slot's words, and how many of its output are."""
 
     request_id: int
     num_counted: int
