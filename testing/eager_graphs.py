@@ -75,7 +75,7 @@ class EagerCapturing(Capturing):
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """Runs once, and takes back what that has changed: a capture does nothing."""
         keys, step = self._kv.data.clone(), self._step
-        kept = [step.state, step.two_phase.words]
+        kept = [step.state, step.two_phase.histories]
         before = [tensor.clone() for tensor in kept]
         graph = Graph(run)
         self._kv.data.copy_(keys)

@@ -18,8 +18,8 @@ from verify_service.executor.kernels.adjust import (
     IN_PROMPT,
     adjust_logits,
     count_tokens,
+    history,
     kinds,
-    words,
 )
 from verify_service.executor.kernels.steps import Begun
 from verify_service.executor.records import STEP
@@ -63,7 +63,7 @@ def test_rows_are_adjusted_as_the_reference_does(rows, dtype):
     generator = torch.Generator().manual_seed(rows)
     batch = len(PARAMS)
     slots = rng.sample(range(batch + 2), batch)
-    history = torch.zeros(batch + 2, VOCAB, dtype=torch.int32)
+    histories = torch.zeros(batch + 2, VOCAB, dtype=torch.int32)
     bias = torch.zeros(batch + 2, VOCAB)
     masks = torch.randint(-(2**31), 2**31 - 1, (3 * rows, -(-VOCAB // 32)), generator=generator)
     masks = masks.to(torch.int32)
@@ -73,7 +73,7 @@ def test_rows_are_adjusted_as_the_reference_does(rows, dtype):
     for i, (params, slot) in enumerate(zip(PARAMS, slots, strict=True)):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
         output = [rng.randrange(12) for _ in range(rng.randrange(1, 8))]
-        history[slot] = torch.from_numpy(words(params, prompt, output, EOS, VOCAB))
+        histories[slot] = torch.from_numpy(history(params, prompt, output, EOS, VOCAB))
         bias[slot] = torch.from_numpy(biases(params, VOCAB))
         records.append(record_of(slot, params, len(prompt), mask_of.get(i, 0)))
         nodes = rng.sample(range(12), rows - 1)
@@ -102,7 +102,7 @@ def test_rows_are_adjusted_as_the_reference_does(rows, dtype):
         on_device(records),
         begun,
         on_device(positions, torch.int64),
-        history.to(DEVICE),
+        histories.to(DEVICE),
         bias.to(DEVICE),
         masks.to(DEVICE),
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foredraft.types import SamplingParams
 from verify_service.executor.captured.two_phase import SlotTables, needs_two_phases
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
-from verify_service.executor.kernels.adjust import kinds, words
+from verify_service.executor.kernels.adjust import history, kinds
 from verify_service.scheduler.request import Sequence
 from verify_service.scheduler.token_limits import biases
 
@@ -31,7 +31,7 @@ class Tables(TwoPhaseTables):
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
-        self.words = torch.randint(0, 9, (SLOTS, VOCAB), dtype=torch.int32)
+        self.histories = torch.randint(0, 9, (SLOTS, VOCAB), dtype=torch.int32)
         self.biases = torch.randn(SLOTS, VOCAB)
 
 
@@ -62,7 +62,7 @@ def test_tables_are_those_of_the_sequences(seed: int) -> None:
                 sequence.tokens += tokens
                 if by_device:
                     for token in tokens:
-                        device.words[sequence.slot, token] += bool(kinds(sequence.sampling) & 1)
+                        device.histories[sequence.slot, token] += bool(kinds(sequence.sampling) & 1)
                     tables.counted(sequence, len(tokens))
         for sequence in list(running):
             if rng.random() < 0.2:
@@ -74,8 +74,8 @@ def test_tables_are_those_of_the_sequences(seed: int) -> None:
 def check(device: Tables, sequence: Sequence) -> None:
     sampling, slot = sequence.sampling, sequence.slot
     if kinds(sampling) & 1:
-        want = words(sampling, sequence.prompt, sequence.output, EOS, VOCAB)
-        assert device.words[slot].tolist() == want.tolist()
+        want = history(sampling, sequence.prompt, sequence.output, EOS, VOCAB)
+        assert device.histories[slot].tolist() == want.tolist()
     if kinds(sampling) & 2:
         assert device.biases[slot].tolist() == biases(sampling, VOCAB).tolist()
     assert needs_two_phases(sequence) == bool(kinds(sampling))

@@ -31,14 +31,14 @@ from verify_service.scheduler.token_limits import biases
 
 @dataclass(slots=True)
 class _Held:
-    """The request whose tokens are counted in a slot's words, and how many of its output are."""
+    """The request whose tokens are counted in a slot's history, and how many of its output are."""
 
     request_id: int
     num_counted: int
 
 
 class SlotTables:
-    """Keeps words and biases on the device equal to the sequences' in the slots."""
+    """Keeps histories and biases on the device equal to the sequences' in the slots."""
 
     def __init__(
         self, tables: TwoPhaseTables, eos_token_ids: frozenset[int], vocab_size: int
@@ -68,11 +68,11 @@ class SlotTables:
         if held is not None and held.request_id == sequence.request_id:
             missing = sequence.tokens[sequence.num_prompt + held.num_counted :]
             if missing:
-                self._tables.add_words(slot, missing)
+                self._tables.add_to_history(slot, missing)
                 held.num_counted += len(missing)
             return
         known = (sequence.prompt, sequence.output, self._eos_token_ids)
-        self._tables.set_words(slot, adjust.words(sampling, *known, self._vocab_size))
+        self._tables.set_history(slot, adjust.history(sampling, *known, self._vocab_size))
         if adjust.kinds(sampling) & adjust.BIASED:
             self._tables.set_biases(slot, biases(sampling, self._vocab_size))
         self._held[slot] = _Held(sequence.request_id, sequence.num_output)

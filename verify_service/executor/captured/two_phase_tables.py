@@ -30,7 +30,7 @@ class TwoPhaseTables:
         num_slots: Number of slots, including the one for padding.
 
     Attributes:
-        words, biases: int32 and float32 [num_slots, V]; see `adjust`.
+        histories, biases: int32 and float32 [num_slots, V]; see `adjust`.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class TwoPhaseTables:
         device: torch.device,
     ) -> None:
         self._device = device
-        self.num_words = -(-vocab_size // MASK_BITS)
-        self.words = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self.mask_words = -(-vocab_size // MASK_BITS)
+        self.histories = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self.biases = torch.zeros(num_slots, vocab_size, device=device)
-        self._masks = torch.zeros(max_rows, self.num_words, dtype=torch.int32, device=device)
+        self._masks = torch.zeros(max_rows, self.mask_words, dtype=torch.int32, device=device)
         # Larger blocks are allocated on demand, which may delay a step.
         size = min(max_rows, MASKS_AT_FIRST)
-        self._host_masks = [pinned(size, self.num_words) for _ in range(UNDER_WAY)]
+        self._host_masks = [pinned(size, self.mask_words) for _ in range(UNDER_WAY)]
         self._host_trees = pinned(UNDER_WAY, max_batch, 2, max_nodes)
         self._trees_there = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self.num_best = min(MAX_LOGPROBS, vocab_size)
@@ -59,25 +59,25 @@ class TwoPhaseTables:
         self._host_values = pinned(UNDER_WAY, *self._values.shape, dtype=torch.float32)
         self._host_best = pinned(UNDER_WAY, *self._best.shape)
 
-    def set_words(self, slot: int, words: npt.NDArray[np.int32]) -> None:
-        """Replaces a slot's words by another sequence's."""
-        self.words[slot].copy_(torch.from_numpy(words))
+    def set_history(self, slot: int, history: npt.NDArray[np.int32]) -> None:
+        """Replaces a slot's history by another sequence's."""
+        self.histories[slot].copy_(torch.from_numpy(history))
 
-    def add_words(self, slot: int, tokens: Sequence[int]) -> None:
+    def add_to_history(self, slot: int, tokens: Sequence[int]) -> None:
         """Counts tokens of a slot that the device has not chosen itself."""
         ids = torch.tensor(tokens).to(self._device)
-        self.words[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.histories[slot].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def set_biases(self, slot: int, biases: npt.NDArray[np.float32]) -> None:
         """Replaces a slot's biases by another sequence's."""
         self.biases[slot].copy_(torch.from_numpy(biases))
 
     def masks(self, turn: int, num_rows: int) -> npt.NDArray[np.int32]:
-        """Returns masks to be filled in for a step, int32 [num_rows, num_words]."""
+        """Returns masks to be filled in for a step, int32 [num_rows, mask_words]."""
         block = self._host_masks[turn]
         if len(block) < num_rows:
             size = min(len(self._masks), 1 << (num_rows - 1).bit_length())
-            block = self._host_masks[turn] = pinned(size, self.num_words)
+            block = self._host_masks[turn] = pinned(size, self.mask_words)
         return block[:num_rows].numpy()
 
     def upload_masks(self, turn: int, num_rows: int) -> None:
@@ -105,12 +105,12 @@ class TwoPhaseTables:
     ) -> torch.Tensor:
         """Applies penalties, biases and masks; see `adjust_logits`."""
         return adjust_logits(
-            logits, records, begun, positions, self.words, self.biases, self._masks
+            logits, records, begun, positions, self.histories, self.biases, self._masks
         )
 
     def count(self, records: torch.Tensor, length: torch.Tensor, emitted: torch.Tensor) -> None:
         """Counts emitted tokens; see `count_tokens`."""
-        count_tokens(records, length, emitted, self.words)
+        count_tokens(records, length, emitted, self.histories)
 
     def keep_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor) -> None:
         """Computes log-probabilities for every row of a step.

@@ -18,9 +18,9 @@ from verify_service.executor.kernels.steps import Begun
 from verify_service.executor.records import ADJUSTMENT, STEP
 from verify_service.scheduler.token_limits import forbids_always
 
-# Bits of the column `adjusted`: whether the slot's words are read, and its biases.
+# Bits of the column `adjusted`: whether the slot's history is read, and its biases.
 HISTORY, BIASED = 1, 2
-# Bits of a word, above its count.
+# Bits of a token in a history, above its count.
 IN_PROMPT, IS_END = 1 << 29, 1 << 30
 _BLOCK = 1024
 
@@ -36,14 +36,16 @@ def kinds(params: SamplingParams) -> int:
     return has_history * HISTORY + (bool(params.logit_bias) or forbids_always(params)) * BIASED
 
 
-def words(
+def history(
     params: SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
     eos_token_ids: Iterable[int],
     vocab_size: int,
 ) -> npt.NDArray[np.int32]:
-    """Returns a sequence's words, int32 [V]; see `PenaltyState` for the parameters."""
+    """Returns a sequence's history, int32 [V]: how often each token is in the output, and whether
+    it is in the prompt or an end; see `PenaltyState` for the parameters.
+    """
     made = np.bincount(_known(output, vocab_size), minlength=vocab_size).astype(np.int32)
     if params.repetition_penalty != 1.0:
         made[_known(prompt, vocab_size)] |= IN_PROMPT
@@ -56,7 +58,7 @@ def adjust_logits(
     records: torch.Tensor,
     begun: Begun,
     positions: torch.Tensor,
-    words: torch.Tensor,
+    histories: torch.Tensor,
     biases: torch.Tensor,
     masks: torch.Tensor,
 ) -> torch.Tensor:
@@ -66,7 +68,7 @@ def adjust_logits(
         logits: Any float type [B * R, V], the last dimension contiguous.
         records: int32, as in `begin_step`.
         positions: int64 [B * R], positions of the rows' own tokens.
-        words: int32 [slots, V].
+        histories: int32 [slots, V], see `history`.
         biases: float32 [slots, V].
         masks: int32 [n, V / 32]; bit v % 32 of word v // 32 allows token v. A sequence whose column
             `mask` is m > 0 uses the masks from m - 1 on, one for each of its rows.
@@ -79,7 +81,7 @@ def adjust_logits(
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
     adjust_kernels.adjust[(num_rows, -(-vocab // _BLOCK))](
-        logits, records, begun.tokens, begun.parents, positions, words, biases, masks, out,
+        logits, records, begun.tokens, begun.parents, positions, histories, biases, masks, out,
         vocab, begun.tokens.shape[1], logits.stride(0), records.stride(0), masks.stride(0),
         **STEP.constants("slot", "mask", *ADJUSTMENT.names),
         HISTORY=HISTORY, BIASED=BIASED, IN_PROMPT=IN_PROMPT, IS_END=IS_END,
@@ -89,14 +91,14 @@ def adjust_logits(
 
 
 def count_tokens(
-    records: torch.Tensor, length: torch.Tensor, emitted: torch.Tensor, words: torch.Tensor
+    records: torch.Tensor, length: torch.Tensor, emitted: torch.Tensor, histories: torch.Tensor
 ) -> None:
-    """Adds the tokens that `walk_trees` emitted to the words of sequences with penalties."""
+    """Adds the tokens that `walk_trees` emitted to the histories of sequences with penalties."""
     from verify_service.executor.kernels import adjust_kernels
 
     batch, rows = emitted.shape
     adjust_kernels.count[(batch,)](
-        records, emitted, length, words, words.shape[1], rows, records.stride(0),
+        records, emitted, length, histories, histories.shape[1], rows, records.stride(0),
         **STEP.constants("slot", "adjusted"), HISTORY=HISTORY,
         ROWS=power_of_two(rows), num_warps=1,
     )  # fmt: skip

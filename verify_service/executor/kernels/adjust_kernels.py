@@ -8,7 +8,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["rows"])
 def adjust(
     logits_ptr, records_ptr, tokens_ptr, parents_ptr, positions_ptr,
-    words_ptr, biases_ptr, masks_ptr, out_ptr,
+    histories_ptr, biases_ptr, masks_ptr, out_ptr,
     vocab, rows, logits_stride, record_stride, mask_stride,
     SLOT: tl.constexpr, ADJUSTED: tl.constexpr, MASK: tl.constexpr, FIRST_END: tl.constexpr,
     REPETITION: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
@@ -31,8 +31,8 @@ def adjust(
     x = tl.load(logits_ptr + row * logits_stride + ids, mask=inside, other=0.0).to(tl.float32)
     is_broken = (x != x) | (x == float("inf"))  # no mask may hide a broken logit
     if how & HISTORY != 0:
-        words = tl.load(words_ptr + slot * vocab + ids, mask=inside, other=0)
-        count = words & (IN_PROMPT - 1)
+        history = tl.load(histories_ptr + slot * vocab + ids, mask=inside, other=0)
+        count = history & (IN_PROMPT - 1)
         above = at
         while above > 0:  # the tokens of the tree on the way to this row, its own included
             token = tl.load(tokens_ptr + sequence * rows + above)
@@ -42,7 +42,7 @@ def adjust(
         repetition = tl.load(record + REPETITION).to(tl.float32, bitcast=True)
         frequency = tl.load(record + FREQUENCY).to(tl.float32, bitcast=True)
         presence = tl.load(record + PRESENCE).to(tl.float32, bitcast=True)
-        is_known = (count > 0) | ((words & IN_PROMPT) != 0)
+        is_known = (count > 0) | ((history & IN_PROMPT) != 0)
         punished = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where(is_known, punished, x)
         x = x - count.to(tl.float32) * frequency
@@ -51,7 +51,7 @@ def adjust(
         x = x + tl.load(biases_ptr + slot * vocab + ids, mask=inside, other=0.0)
     if how & HISTORY != 0:
         is_early = tl.load(positions_ptr + row) + 1 < tl.load(record + FIRST_END)
-        ends = tl.load(words_ptr + slot * vocab + ids, mask=inside, other=0) & IS_END
+        ends = tl.load(histories_ptr + slot * vocab + ids, mask=inside, other=0) & IS_END
         x = tl.where(is_early & (ends != 0), float("-inf"), x)
     if mask > 0:
         bits = tl.load(masks_ptr + (mask - 1 + at) * mask_stride + ids // 32, mask=inside, other=0)
@@ -62,11 +62,11 @@ def adjust(
 
 @triton.jit(do_not_specialize=["rows"])
 def count(
-    records_ptr, emitted_ptr, length_ptr, words_ptr,
+    records_ptr, emitted_ptr, length_ptr, histories_ptr,
     vocab, rows, record_stride,
     SLOT: tl.constexpr, ADJUSTED: tl.constexpr, HISTORY: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the emitted tokens of one sequence to its words."""
+    """Adds the emitted tokens of one sequence to its history."""
     sequence = tl.program_id(0)
     record = records_ptr + sequence * record_stride
     if tl.load(record + ADJUSTED) & HISTORY != 0:
@@ -75,4 +75,4 @@ def count(
         tokens = tl.load(emitted_ptr + sequence * rows + offsets, mask=emitted, other=0)
         slot = tl.load(record + SLOT).to(tl.int64)
         counted = emitted & (tokens >= 0)  # NO_TOKEN where logits are broken
-        tl.atomic_add(words_ptr + slot * vocab + tokens, 1, mask=counted, sem="relaxed")
+        tl.atomic_add(histories_ptr + slot * vocab + tokens, 1, mask=counted, sem="relaxed")
