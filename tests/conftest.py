@@ -34,7 +34,7 @@ with contextlib.suppress(ImportError):  # tests on a GPU can do without
 # by their number of tests.
 LONG = (
     "tests/e2e/test_exactness.py",
-    "tests/verify_service/controller/test_cpu_load.py",
+    "tests/gateway/test_openapi.py",
     "tests/e2e/test_heads.py",
     "tests/e2e/test_hidden_drafts.py",
     "tests/e2e/test_hosts.py",
@@ -50,6 +50,7 @@ LONG = (
     "tests/verify_service/controller/test_steady_loads.py",
     "tests/verify_service/controller/test_prompts.py",
     "tests/verify_service/controller/test_alike.py",
+    "tests/verify_service/controller/test_cpu_load.py",
     "tests/cli/test_generate.py",
     "tests/e2e/test_several_drafts.py",
     "tests/cli/test_serve.py",
@@ -84,7 +85,6 @@ LONG = (
     "tests/draft_service/test_standalone.py",
     "tests/verify_service/engine/test_engine.py",
     "tests/draft_service/test_own_weights.py",
-    "tests/gateway/test_openapi.py",
     "tests/gateway/test_attacks.py",
     "tests/verify_service/engine/test_leftovers.py",
     "tests/e2e/test_concurrent_clients.py",
