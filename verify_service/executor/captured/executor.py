@@ -117,15 +117,7 @@ class GraphExecutor(EagerExecutor):
         num_rows = graphs.shapes.row_size(len(batch), ahead.num_rows)
         sequences = [rows.sequence for rows in batch]
         self._filler.fill_ahead(sequences, num_rows, ahead)
-        captured = capture or graphs.capture
-        if self._filler.members.is_two_phase:
-            has_logprobs = _has_logprobs(sequences)
-            two_phase = graphs.two_phase
-            kind = two_phase.prepare(len(batch), num_rows, captured, has_logprobs, step.settle)
-            has_graph = two_phase.has_graph(kind)
-        else:
-            kind = graphs.prepare(len(batch), num_rows, captured, *self._flags, step.settle)
-            has_graph = graphs.has_graph(kind)
+        has_graph = self._prepare(sequences, num_rows, step)
         graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
@@ -140,6 +132,19 @@ class GraphExecutor(EagerExecutor):
                 graphs.two_phase.send_trees()
         trees = [rows.tree for rows in batch]
         return self._start(sequences, num_rows, capture, trees, ahead.trees)
+
+    def _prepare(self, sequences: Sequence[RequestSequence], num_rows: int, step: Step) -> bool:
+        """Captures the graphs of the filled-in step, unless they exist; returns whether it has any
+        now.
+        """
+        graphs, count = self._graphs, len(sequences)
+        capture = step.capture or graphs.capture
+        if not self._filler.members.is_two_phase:
+            kind = graphs.prepare(count, num_rows, capture, *self._flags, step.settle)
+            return graphs.has_graph(kind)
+        two_phase, has_logprobs = graphs.two_phase, _has_logprobs(sequences)
+        kind = two_phase.prepare(count, num_rows, capture, has_logprobs, step.settle)
+        return two_phase.has_graph(kind)
 
     def _run_and_choose(self, step: Step) -> StepResult:
         """Runs the forward as a graph, and lets the sampler choose the tokens."""
