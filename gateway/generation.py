@@ -167,6 +167,7 @@ class Generator:
                     patience = watch.remaining()
                     if given or patience <= 0:
                         raise
+                    watch.start_again()
                     metrics.retries.inc()
         except BaseException as error:
             watch.fail(error)

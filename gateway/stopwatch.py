@@ -33,6 +33,7 @@ class Stopwatch:
         self._arrived = arrived
         self._deadline = arrived + timeout
         self._charge = charge
+        self._num_tokens = 0  # of the present attempt
         self._last = 0.0  # time of the newest token; 0 before the first
         self._outcome: str | None = None
         self._first: float | None = None
@@ -49,6 +50,7 @@ class Stopwatch:
         if not count:
             return
         self._charge.num_tokens += count
+        self._num_tokens += count
         now = time.monotonic()
         if not self._last:
             self._first = now - self._arrived
@@ -61,6 +63,13 @@ class Stopwatch:
             gap = (now - self._last) / count
             observe_many(metrics.inter_token_seconds, gap, count)
         self._last = now
+
+    def start_again(self) -> None:
+        """Takes the tokens so far off the caller's account: their verifier was lost, and nobody has
+        got them.
+        """
+        self._charge.num_tokens -= self._num_tokens
+        self._num_tokens = 0
 
     def finish(self, completion: Completion) -> None:
         """Records the end of the continuation."""

@@ -67,6 +67,32 @@ def test_an_answer_that_nobody_saw_survives_the_loss(rig: Rig) -> None:
     assert reply["choices"][0]["text"] == TEXT
 
 
+def test_a_key_pays_for_no_tokens_that_were_lost(scripted_model: Path, tmp_path: Path) -> None:
+    verifier = ScriptedVerifier(scripted_model, TOKENIZER.vocab_size)
+
+    async def script(talk: Conversation, submit: Submit) -> None:
+        if len(verifier.submitted) == 1:
+            await talk.say(submit.id, TOKENS[:2])
+            await talk.end()
+        else:
+            await answer(talk, submit)
+
+    verifier.script = script
+    place = f"unix:{tmp_path}/verifier"
+    with (
+        serving(verifier, place),
+        stacks.running_gateway(place, api_key="secret") as (http, grpc_address),
+    ):
+        rig = Rig(verifier, http, grpc_address)
+        rig.http.headers["authorization"] = "Bearer secret"
+        stacks.eventually(rig.is_ready)
+        reply = rig.http.post("/v1/completions", json=BODY).json()
+        assert reply["choices"][0]["text"] == TEXT
+        assert len(verifier.submitted) == 2
+        paid = rig.metric('foredraft_gateway_key_tokens_total{key="default",kind="output"}')
+        assert paid == len(TOKENS)
+
+
 def test_a_verifier_that_stops_is_asked_again(rig: Rig) -> None:
     async def script(talk: Conversation, submit: Submit) -> None:
         if len(rig.verifier.submitted) == 1:
