@@ -38,6 +38,7 @@ class Members:
 
     @classmethod
     def of(cls, sequences: list[RequestSequence], slots: list[int]) -> "Members":
+        """Creates the members of a step from its sequences and their slots."""
         samplings = [sequence.sampling for sequence in sequences]
         return cls(
             sequences,
@@ -88,6 +89,21 @@ class RecordFiller:
         self._force(records)
         records["parents"][:, :num_rows] = NO_PARENT
 
+    def fill_known(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
+        """Fills in and uploads a step that starts from committed tokens; see `fill_ahead`."""
+        sequences = [rows.sequence for rows in batch]
+        records = self._fill(sequences, num_rows)
+        records["committed"] = [sequence.num_computed for sequence in sequences]
+        records["num_rows"] = [1 + len(rows.tree) for rows in batch]
+        self._force(records)
+        records["tree"] = -1
+        tokens, parents = (records[name][:, :num_rows] for name in ("tokens", "parents"))
+        tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
+        parents[:, 0] = ROOT
+        if num_rows > 1:
+            _fill_trees(tokens[:, 1:], parents[:, 1:], [rows.tree for rows in batch])
+        self._buffers.upload(len(batch))
+
     def _fill(self, sequences: list[RequestSequence], num_rows: int) -> npt.NDArray[np.void]:
         """Fills in everything but roots and trees."""
         records = self._buffers.records(len(sequences))
@@ -124,21 +140,6 @@ class RecordFiller:
             self._groups = find_groups(pages, self._buffers.page_size)
         blocks = sizes.cut(self._groups)
         return columns_of(blocks, num_sequences) if blocks else None
-
-    def fill_known(self, batch: Sequence[VerifyRows], num_rows: int) -> None:
-        """Fills in and uploads a step that starts from committed tokens; see `fill_ahead`."""
-        sequences = [rows.sequence for rows in batch]
-        records = self._fill(sequences, num_rows)
-        records["committed"] = [sequence.num_computed for sequence in sequences]
-        records["num_rows"] = [1 + len(rows.tree) for rows in batch]
-        self._force(records)
-        records["tree"] = -1
-        tokens, parents = (records[name][:, :num_rows] for name in ("tokens", "parents"))
-        tokens[:, 0] = [sequence.tokens[-1] for sequence in sequences]
-        parents[:, 0] = ROOT
-        if num_rows > 1:
-            _fill_trees(tokens[:, 1:], parents[:, 1:], [rows.tree for rows in batch])
-        self._buffers.upload(len(batch))
 
     def _force(self, records: npt.NDArray[np.void]) -> None:
         """Sets the number of accepted tokens where outcomes are simulated; a sequence without a
