@@ -10,7 +10,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test test-fast test-gpu test-kernels test-failed check beside tested collected lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-gpu test-kernels test-failed check collected lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -48,18 +48,12 @@ test-failed: $(BIN)/.ready
 
 LINT := types style arrows fresh site
 
-check: $(BIN)/.ready
-	$(MAKE) --jobs=2 beside tested
-
-# Lint takes what the tests leave of the cores: they often wait for processes.
-beside: $(BIN)/.ready
-	nice -n 19 $(MAKE) --output-sync=target $(LINT)
-
 # Real processes on a busy machine can be slow once; a defect fails twice.
-tested: collected
+check: $(BIN)/.ready
+	$(MAKE) --jobs=2 --output-sync=target $(LINT) collected
 	$(MAKE) test || $(MAKE) test-failed
 
-# Compiles what tests import; else each worker of the tests would. A failure is told by `test`.
+# Compiles what tests import while mypy leaves a core idle; else each worker of the tests would. A failure is told by `test`.
 collected: $(BIN)/.ready
 	-@$(BIN)/python -m pytest --collect-only -qq >/dev/null
 
