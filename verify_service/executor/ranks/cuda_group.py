@@ -4,10 +4,11 @@ NCCL moves bytes. On one host blocks of rows go through memory that the ranks ca
 other, and so do the sums of many rows, beside what is computed.
 """
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from verify_service.executor.ranks.peer_copies import HalfGroup, PeerCopies
 HANDLES = "foredraft/memory"  # keys of the store: each rank's handle to each of its blocks
 # Up to which every rank sends its rows to all others in the time of a half's products.
 MOST_HALVED_RANKS = 4
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +80,9 @@ class CudaGroup(ProcessGroup):
         if num_local < size:  # memory of other hosts' cards is out of reach
             return cls(rank, size, dist.group.WORLD, log, store, None)
         length = peer_memory.num_bytes(size)
-        memories, mappings = _shared_memory(rank, size, store, "blocks", length)
-        memory = None if memories is None else PeerMemory(rank, memories)
-        if not _all(memory is not None, torch.device("cuda", card)):
-            memory = None
+        make = functools.partial(PeerMemory, rank)
+        memory, mappings = _shared(rank, size, store, "blocks", length, make)
+        if memory is None:
             logger.warning("the ranks cannot reach each other's memory: sums go through NCCL")
         return cls(rank, size, dist.group.WORLD, log, store, memory, mappings)
 
@@ -91,14 +92,11 @@ class CudaGroup(ProcessGroup):
             return
         room = -(-proven_size(-(-num_rows // 2)) * size * dtype.itemsize // 256) * 256
         length = peer_copies.num_bytes(self.size, room)
-        shared = _shared_memory(self.rank, self.size, self._store, "halves", length)
-        memories, mappings = shared
+        make = functools.partial(PeerCopies, self.rank, room_bytes=room)
+        shared = _shared(self.rank, self.size, self._store, "halves", length, make)
+        self._copies, mappings = shared
         self._mappings += mappings
-        if memories is not None:
-            self._copies = PeerCopies(self.rank, memories, room)
-        if not _all(self._copies is not None, torch.device("cuda", self.rank)):
-            self._copies = None
-        elif self.rank == 0:
+        if self._copies is not None and self.rank == 0:
             logger.info("%.0f MiB of each GPU for sums of long prompts", length / 2**20)
 
     def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
@@ -167,43 +165,66 @@ class CudaGroup(ProcessGroup):
         dist.destroy_process_group()
 
 
-def _shared_memory(
-    rank: int, size: int, store: Any, name: str, length: int
-) -> tuple[list[torch.Tensor] | None, list[cuda.Mapping]]:
-    """Allocates memory that all ranks of the host can write, and maps that of the others.
+def _shared(
+    rank: int,
+    size: int,
+    store: Any,
+    name: str,
+    length: int,
+    make: Callable[[Sequence[torch.Tensor]], _T],
+) -> tuple[_T | None, Sequence[cuda.Mapping]]:
+    """Makes something of memory that all ranks of the host can write.
 
     Args:
         name: Name of the memory, the same on all ranks and of no other.
-        length: Size in bytes.
+        length: Size of each rank's memory in bytes.
+        make: Takes each rank's memory, all zero. No rank writes before all have made theirs.
 
     Returns:
-        Each rank's memory, all zero, and the mappings of it; None where this rank cannot reach
+        What was made, and mappings of the others' memory; None where one of the ranks cannot reach
         another's.
     """
     device = torch.device("cuda", rank)
     others = [other for other in range(size) if other != rank]
-    mappings: list[cuda.Mapping] = []
-    memories: list[torch.Tensor] = []
     reaches = all(torch.cuda.can_device_access_peer(rank, other) for other in others)
-    if not _all(reaches, device):
-        return None, []
-    try:
-        own = cuda.Block(length, device)
-        store.set(f"{HANDLES}/{name}/{rank}", own.handle)
-        for other in range(size):
-            if other == rank:
-                memories.append(own.bytes)
-                continue
-            handle = store.get(f"{HANDLES}/{name}/{other}")
-            if len(handle) != cuda.HANDLE_BYTES:
-                raise cuda.CudaError(f"rank {other} has none")
-            mappings.append(cuda.Mapping(handle, length, device))
-            memories.append(mappings[-1].bytes)
-    except cuda.CudaError as error:
-        logger.warning("no memory is shared with other cards: %s", error)
-        store.set(f"{HANDLES}/{name}/{rank}", b"")  # others wait for it
-        return None, mappings
-    return memories, mappings
+    made: _T | None = None
+    mappings: list[cuda.Mapping] = []
+    if _all(reaches, device):
+        try:
+            made = make(_memories(rank, size, store, f"{HANDLES}/{name}", length, mappings))
+        except cuda.CudaError as error:
+            logger.warning("no memory is shared with other cards: %s", error)
+            store.set(f"{HANDLES}/{name}/{rank}", b"")  # others wait for it
+    if _all(made is not None, device):
+        return made, mappings
+    made = None
+    for mapping in mappings:
+        mapping.close()
+    return None, []
+
+
+def _memories(
+    rank: int, size: int, store: Any, key: str, length: int, mappings: list[cuda.Mapping]
+) -> list[torch.Tensor]:
+    """Allocates this rank's memory, and maps that of the others, which `mappings` gets.
+
+    Raises:
+        CudaError: There is no such memory here, or another rank has none.
+    """
+    device = torch.device("cuda", rank)
+    own = cuda.Block(length, device)
+    store.set(f"{key}/{rank}", own.handle)
+    memories: list[torch.Tensor] = []
+    for other in range(size):
+        if other == rank:
+            memories.append(own.bytes)
+            continue
+        handle = store.get(f"{key}/{other}")
+        if len(handle) != cuda.HANDLE_BYTES:
+            raise cuda.CudaError(f"rank {other} has none")
+        mappings.append(cuda.Mapping(handle, length, device))
+        memories.append(mappings[-1].bytes)
+    return memories
 
 
 def _all(value: bool, device: torch.device) -> bool:
