@@ -13,7 +13,7 @@ from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.padded_rows import new_rows
-from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.group import SINGLE, Group, SumGroup
 from foredraft.parallel.peer_memory import PeerMemory, constants_of
 
 
@@ -72,7 +72,7 @@ def add_norm(
     full_precision: bool,
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
-    group: Group = SINGLE,
+    group: SumGroup = SINGLE,
     reader: LinearMethod | None = None,
 ) -> Normed:
     """Adds delta to the stream in place, and normalises the sum.

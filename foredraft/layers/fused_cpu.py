@@ -14,7 +14,7 @@ import torch
 from foredraft.cpu import _kernels
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed
-from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.group import SINGLE, SumGroup
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -73,7 +73,7 @@ def add_norm(
     full_precision: bool,
     post: tuple[torch.Tensor, float] | None = None,
     copy: torch.Tensor | None = None,
-    group: Group = SINGLE,
+    group: SumGroup = SINGLE,
     reader: LinearMethod | None = None,
     kernel: int = 0,
 ) -> Normed:

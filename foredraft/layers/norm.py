@@ -8,7 +8,7 @@ from foredraft.layers.linear import Linear
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.parameters import new_parameter
 from foredraft.layers.row_kernels import kernels_for
-from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.group import SINGLE, SumGroup
 
 
 class RMSNorm(nn.Module):
@@ -84,7 +84,7 @@ class RMSNorm(nn.Module):
         delta: torch.Tensor,
         post: "RMSNorm | None" = None,
         copy: torch.Tensor | None = None,
-        group: Group = SINGLE,
+        group: SumGroup = SINGLE,
         reader: Linear | None = None,
     ) -> Normed:
         """Adds `delta`, or its norm by `post`, to `stream` in place, and returns the norm of

@@ -7,7 +7,7 @@ import torch
 from foredraft.layers import fused, fused_cpu
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
-from foredraft.parallel.group import SINGLE, Group
+from foredraft.parallel.group import SINGLE, SumGroup
 
 
 class RowKernels(Protocol):
@@ -41,7 +41,7 @@ class RowKernels(Protocol):
         full_precision: bool,
         post: tuple[torch.Tensor, float] | None = None,
         copy: torch.Tensor | None = None,
-        group: Group = SINGLE,
+        group: SumGroup = SINGLE,
         reader: LinearMethod | None = None,
     ) -> Normed: ...
     def angles(

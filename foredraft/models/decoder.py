@@ -21,7 +21,7 @@ from foredraft.models.config import ModelConfig
 from foredraft.models.decoder_layer import Angles, DecoderLayer, Part
 from foredraft.models.layer_parts import vocabulary_method, vocabulary_targets
 from foredraft.models.rope_config import RopeConfig
-from foredraft.parallel.group import SINGLE, Group, local_kv_heads, share
+from foredraft.parallel.group import SINGLE, Group, SumGroup, local_kv_heads, share
 
 EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"  # names in a checkpoint
 # Multiplications of a rank in a layer from which on its halves are computed in turns: with fewer,
@@ -202,7 +202,7 @@ class DecoderModel(nn.Module):
 
     def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> Sequence[Part]:
         """Prepares a batch, on the host and on the device: what is computed together."""
-        shares: Sequence[tuple[Batch, Group]] = [(batch, self._group)]
+        shares: Sequence[tuple[Batch, SumGroup]] = [(batch, self._group)]
         halves = self._group.halves(self.dtype) if batch.plan is None else None
         if halves is not None and batch.num_rows >= self._halved_rows:
             both = batch.halves(proven_size(-(-batch.num_rows // 2)))

@@ -14,7 +14,7 @@ from foredraft.layers.normed import Normed
 from foredraft.layers.parameters import Target
 from foredraft.models.config import ModelConfig
 from foredraft.models.layer_parts import layer_parts
-from foredraft.parallel.group import Group
+from foredraft.parallel.group import Group, SumGroup
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,7 +32,7 @@ class Part:
     first: int
     batch: Batch
     plan: object
-    group: Group
+    group: SumGroup
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the part's rows of a tensor [num_rows, ...]."""

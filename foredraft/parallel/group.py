@@ -8,8 +8,8 @@ import torch
 from foredraft.parallel.peer_memory import PeerMemory
 
 
-class Group(Protocol):
-    """Ranks that each hold a share of every split layer.
+class SumGroup(Protocol):
+    """Ranks whose results are added up.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -28,33 +28,12 @@ class Group(Protocol):
         May change x and return it.
         """
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the ranks' x [..., n], all of one shape, joined as [..., size * n]."""
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns rank 0's x on every rank; the others' x has its shape and type, and may be
-        changed.
-        """
-
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the ranks' x, all of one shape, as [size, *x.shape]."""
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
         """Returns memory through which a kernel is to exchange rows [num_rows, size], as the next
         collective; None where rows must be gathered.
-        """
-
-    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
-        """Reserves memory for sums of up to [num_rows, size], where that makes them faster; all
-        ranks call this.
-        """
-
-    def halves(self, dtype: torch.dtype) -> "tuple[Group, Group] | None":
-        """Returns groups for two halves of a forward's rows, so that sums of one half are made
-        while the other is computed; None where all rows are to be computed together.
-
-        Args:
-            dtype: Type of the rows.
         """
 
     def begin_sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +44,31 @@ class Group(Protocol):
 
         Returns:
             What the sum is to be asked for with: x, or the sum of its parts.
+        """
+
+
+class Group(SumGroup, Protocol):
+    """Ranks that each hold a share of every split layer."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the ranks' x [..., n], all of one shape, joined as [..., size * n]."""
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rank 0's x on every rank; the others' x has its shape and type, and may be
+        changed.
+        """
+
+    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
+        """Reserves memory for sums of up to [num_rows, size], where that makes them faster; all
+        ranks call this.
+        """
+
+    def halves(self, dtype: torch.dtype) -> tuple[SumGroup, SumGroup] | None:
+        """Returns groups for two halves of a forward's rows, so that sums of one half are made
+        while the other is computed; None where all rows are to be computed together.
+
+        Args:
+            dtype: Type of the rows.
         """
 
 
@@ -98,7 +102,7 @@ class SingleRank:
     def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
         """See Group."""
 
-    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+    def halves(self, dtype: torch.dtype) -> tuple[SumGroup, SumGroup] | None:
         """See Group."""
         return None
 

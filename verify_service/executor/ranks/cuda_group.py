@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from foredraft.layers.padded_rows import proven_size
 from foredraft.parallel import peer_memory
-from foredraft.parallel.group import Group
+from foredraft.parallel.group import SumGroup
 from foredraft.parallel.peer_memory import PeerMemory
 from foredraft.transport import cuda
 from verify_service.executor.ranks import peer_copies
@@ -99,7 +99,7 @@ class CudaGroup(ProcessGroup):
         if self._copies is not None and self.rank == 0:
             logger.info("%.0f MiB of each GPU for sums of long prompts", length / 2**20)
 
-    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+    def halves(self, dtype: torch.dtype) -> tuple[SumGroup, SumGroup] | None:
         """See Group."""
         copies = self._copies
         if copies is None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from foredraft.parallel.group import Group
+from foredraft.parallel.group import SumGroup
 from foredraft.parallel.peer_memory import PeerMemory
 
 # Far longer than the watchdog takes to end a verifier; see `watchdog`.
@@ -113,7 +113,7 @@ class ProcessGroup:
     def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
         """See Group."""
 
-    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+    def halves(self, dtype: torch.dtype) -> tuple[SumGroup, SumGroup] | None:
         """See Group."""
         return None
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from foredraft.layers.fused import sum_of_parts
-from foredraft.parallel.group import Group
+from foredraft.parallel.group import SumGroup
 from foredraft.parallel.peer_memory import PeerMemory
 from foredraft.transport import cuda
 from verify_service.executor.ranks.group import CollectiveLog
@@ -61,7 +61,7 @@ class PeerCopies:
         self._rank, self._size, self._room_bytes = rank, len(memories), room_bytes
         self._memory, self._device = memories[rank], memories[rank].device
         steps = range(1, self._size)
-        # For each step, whom this rank sends to, and who sends to it.
+        # This rank's receiver and its sender in each step.
         self._others = [((rank + step) % self._size, (rank - step) % self._size) for step in steps]
         self._begins = [memory.data_ptr() for memory in memories]
         self._stream = cuda.new_stream(self._device).cuda_stream
@@ -116,7 +116,7 @@ class PeerCopies:
 
 
 class HalfGroup:
-    """A `Group` for one half of a forward's rows, see `Group.halves`.
+    """A `SumGroup` for one half of a forward's rows, see `Group.halves`.
 
     Args:
         group: The ranks, for everything but these sums.
@@ -126,7 +126,7 @@ class HalfGroup:
     """
 
     def __init__(
-        self, group: Group, copies: PeerCopies, log: CollectiveLog, dtype: torch.dtype
+        self, group: SumGroup, copies: PeerCopies, log: CollectiveLog, dtype: torch.dtype
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._copies, self._log, self._dtype = group, copies, log, dtype
@@ -136,14 +136,6 @@ class HalfGroup:
         """See Group."""
         return self._group.all_reduce(x)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See Group."""
-        return self._group.all_gather(x)
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """See Group."""
-        return self._group.broadcast(x)
-
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Returns what `begin_sum` has begun to gather, or gathers x now where it was too large."""
         if self._sent is None:
@@ -152,13 +144,6 @@ class HalfGroup:
         return self._copies.received(sent)
 
     def memory_for(self, num_rows: int, size: int, dtype: torch.dtype) -> PeerMemory | None:
-        """See Group."""
-        return None
-
-    def reserve(self, num_rows: int, size: int, dtype: torch.dtype) -> None:
-        """See Group."""
-
-    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
         """See Group."""
         return None
 
