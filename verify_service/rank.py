@@ -49,7 +49,8 @@ from verify_service.target import Target, load_share
 if TYPE_CHECKING:  # needs triton
     from verify_service.executor.ranks.graphs import GraphFollower
 
-gc.freeze()  # no step waits while what was imported is looked through
+# A collection of all that was imported stops a step for a sixth of a second.
+gc.freeze()
 gc.enable()
 
 # A GPU's steps follow each other faster than a process wakes up; on a CPU whoever spins takes the
@@ -173,7 +174,7 @@ class Worker:
 
             both = captured(model, kv, attention, GraphSizes.of(sizes), self._group)
             self._follower = GraphFollower(*both)
-        gc.freeze()  # nor while what was loaded is
+        gc.freeze()  # what was imported and made since then, too
 
 
 def _store(join: Join) -> TCPStore:
