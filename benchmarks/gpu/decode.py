@@ -27,6 +27,7 @@ import numpy as np
 from benchmarks.gpu.runs import time_decoding
 from benchmarks.gpu.shapes import (
     BANDWIDTH,
+    BITS,
     MODES,
     TARGETS,
     flags_of,
@@ -41,7 +42,6 @@ from foredraft.cli import mps
 from testing.engines import Harness, running_engine
 
 TIMELINE_TOKENS = 160
-BITS = {"unquant": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a layer's weight
 PEER_MODES = {"none": "none", "chain": "eagle3_chain", "tree": "eagle3_tree"}
 
 

@@ -1,8 +1,8 @@
-"""Time from prompt to first token on one GPU at the shape of Llama-3.1-8B, beside steps run
-operation by operation and SGLang.
+"""Time from prompt to first token at the shape of Llama-3.1-8B or of a larger model, on one GPU or
+by ranks on several, beside steps run operation by operation and SGLang.
 
     python -m benchmarks.gpu.prompts --peer /opt/sglpeer
-    python -m benchmarks.gpu.prompts --tp 2                 # by ranks on two GPUs
+    python -m benchmarks.gpu.prompts --tp 2 --shape qwen3-32b --lengths 8000 --batch 1
 
 Random weights, no speculation, empty prefix cache, medians of `--rounds` requests or batches that
 are sent when the engine idles; the engine's caller measures the time: Foredraft's in the
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.runs import random_jobs
-from benchmarks.gpu.shapes import flags_of, write_checkpoints
+from benchmarks.gpu.shapes import BITS, TARGETS, flags_of, write_checkpoints
 from testing.engines import running_engine
 from verify_service.executor.captured.mixed import MixedGraphs
 
@@ -65,11 +65,15 @@ def main() -> int:
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
+    parser.add_argument("--shape", default="llama-8b", choices=list(TARGETS))
+    parser.add_argument("--quantization", default="unquant", choices=list(BITS))
     parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
     parser.add_argument("--skip-eager", action="store_true", help="only captured steps")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    if args.peer and (args.shape != "llama-8b" or args.quantization != "unquant"):
+        parser.error("--peer: the bundle runs the shape of Llama-3.1-8B in bfloat16")
     columns = {OWN: _measure(args)}
     if not args.skip_eager:
         columns[f"{OWN}, op by op"] = _measure(args, captured=False)
@@ -87,11 +91,11 @@ def _measure(args: argparse.Namespace, captured: bool = True) -> Medians:
     longest, largest = max(args.lengths), max(args.batch)
     takes: Callable[..., bool] = MixedGraphs.takes
     with tempfile.TemporaryDirectory() as folder:
-        target, head = write_checkpoints(Path(folder), args.layers)
+        target, head = write_checkpoints(Path(folder), args.layers, args.shape)
         algorithm, flags = flags_of("none", head, largest, longest)
         flags["chunked_prefill_size"] = max(4096, longest * largest)
         flags["context_length"] = max(4096, longest + 1)
-        flags["tensor_parallel_size"] = args.tp
+        flags |= {"tensor_parallel_size": args.tp, "quantization": args.quantization}
         if not captured:
             MixedGraphs.takes = lambda self, rows: False  # type: ignore[method-assign]
         rng, found = random.Random(1), {}

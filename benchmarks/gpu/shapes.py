@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+BITS = {"unquant": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a layer's weight
 BANDWIDTH = 4.49e12  # bytes/s, measured on an H200
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
