@@ -16,7 +16,7 @@ from foredraft.layers.padded_rows import room
 from foredraft.models.decoder import DecoderModel
 from foredraft.types import MAX_LOGPROBS
 from verify_service.drafts.hidden_state_buffer import MOST_BYTES as MOST_BUFFERED
-from verify_service.executor.captured.mixed import ROW_SIZES
+from verify_service.executor.captured.mixed import mixed_sizes
 from verify_service.executor.captured.shapes import batch_sizes, row_sizes
 from verify_service.executor.captured.step import ROWS_AT_ONCE
 from verify_service.executor.captured.step_buffers import PAGE_UPDATES
@@ -252,7 +252,7 @@ class _Sizes:
         return product.result + self._widened(rows) + scored
 
     def graphs(self) -> int:
-        """The largest captured step; others fit its memory. Prompts have up to 1,024 rows."""
+        """The largest captured step; others fit its memory."""
         limits, tree = self._limits, self._limits.max_rows
         if not limits.graph_batch:
             return 0
@@ -305,7 +305,7 @@ class _Sizes:
         return self._vocabularies(num_rows * (capped + gathered))
 
     def _mixed_rows(self) -> int:
-        return next((size for size in ROW_SIZES if size >= self._rows), ROW_SIZES[-1])
+        return mixed_sizes(self._model, self._rows)[-1]
 
     def _page_tables(self) -> int:
         limits = self._limits

@@ -30,7 +30,7 @@ from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.runner.model_runner import ModelRunner
 from verify_service.exactness import OFF, STRICT, make_exact
 from verify_service.executor.captured.graphs import DecodeGraphs
-from verify_service.executor.captured.mixed import ROW_SIZES, MixedGraphs
+from verify_service.executor.captured.mixed import MixedGraphs, mixed_sizes
 from verify_service.executor.captured.step import DecodeStep, StepSizes
 
 PAGE_SIZE = 16
@@ -176,7 +176,7 @@ def _prompt(model: DecoderModel, level: str, num_tokens: int) -> Callable[[], ob
     kv = _cache(model, num_tokens)
     attention = _attention(model, level)
     pages = list(range(-(-num_tokens // PAGE_SIZE)))
-    if num_tokens > ROW_SIZES[-1]:
+    if num_tokens > mixed_sizes(model, num_tokens)[-1]:
         runner = ModelRunner(model, kv, attention)
         rows = SequenceRows.chunk(pages, 0, [17] * num_tokens)
         return lambda: runner.forward([rows])

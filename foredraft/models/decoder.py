@@ -194,11 +194,15 @@ class DecoderModel(nn.Module):
         return None if self._group.halves(self.dtype) is None else self._halved_rows
 
     @functools.cached_property
-    def _halved_rows(self) -> int:
+    def layer_products(self) -> int:
+        """Number of this rank's multiplications of a row in the products of a layer."""
         attention, mlp = self.decoder_layers[0].attention, self.decoder_layers[0].mlp
         matrices = attention.qkv, attention.output, mlp.gate_up, mlp.down
-        products = sum(each.num_outputs * each.num_inputs for each in matrices)
-        return max(2, -(-HALVED_PRODUCTS // products))
+        return sum(each.num_outputs * each.num_inputs for each in matrices)
+
+    @property
+    def _halved_rows(self) -> int:
+        return max(2, -(-HALVED_PRODUCTS // self.layer_products))
 
     def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> Sequence[Part]:
         """Prepares a batch, on the host and on the device: what is computed together."""

@@ -283,6 +283,25 @@ def test_captured_steps(gpu, monkeypatch, kind, is_exact, weights):
     check(plan.tables, tables.live, 1.6)
 
 
+def test_captured_prompts_of_ranks(gpu, monkeypatch):
+    """Half of a model computes twice the rows before it takes as long as its launches."""
+    monkeypatch.setattr(Proofs, "size", lambda *args: library_sizes(args[-1])[-1])
+    model, attention = model_of("plain", True, Half()), ExactAttention()
+    layers = tuple(range(TREE.num_captured))
+    limits, kv = replace(TREE, chunk=4096, num_sequences=4, graph_batch=4), cache(model)
+    plan = workspace_of(model, attention, limits)
+    with Peak() as tables:
+        step = captured(model, limits, attention, kv)
+        mixed = MixedGraphs(
+            model, kv, attention, tables=step.tables, max_tree=TREE.max_rows, max_rows=4096
+        )
+        mixed._make_room(MixedKind(2048, layers, True))
+    assert mixed.sizes[-1] == 2048
+    found = most_bytes(lambda: mixed.compute(MixedKind(2048, layers, True)))
+    check(plan.graphs, found, 1.6)
+    check(plan.tables, tables.live, 1.6)
+
+
 def test_what_captured_steps_keep(gpu):
     model, attention = model_of("plain", False), TritonAttention()
     step, kept = captured(model, TREE, attention, cache(model)), []

@@ -144,6 +144,14 @@ def test_sizes_and_what_is_not_taken(model, monkeypatch):
     assert not both.graphs.takes([StepRows(0, 0, (1,), None, "all")] * (NUM_SLOTS + 1))
 
 
+def test_more_rows_of_a_small_model_are_taken_unless_they_see_many_keys(model, monkeypatch):
+    both = Both(model, monkeypatch, 1100)
+    assert both.graphs.sizes[-1] == 1280
+    assert both.graphs.takes([StepRows(0, 3000, range(1100), None, "last")])
+    assert not both.graphs.takes([StepRows(0, 7500, range(1100), None, "last")])
+    assert both.graphs.takes([StepRows(0, 7500, range(1024), None, "last")])
+
+
 @pytest.mark.parametrize("length", [31, 32, 33])
 def test_a_prompt_at_the_edge_of_a_size(model, monkeypatch, length):
     both = Both(model, monkeypatch, 64)

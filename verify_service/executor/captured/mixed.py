@@ -2,7 +2,7 @@
 padded to a fixed total.
 
 Operation by operation the host needs 6 ms to start a forward of 16 layers and 17 ms for one of 32,
-whatever the rows.
+whatever the rows, and twice that where it is busy.
 """
 
 import itertools
@@ -28,9 +28,15 @@ from verify_service.executor.captured.listener import StepListener
 
 # Close enough together that padding costs little where the device, not the host, is what takes
 # time.
-ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+_ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+_MORE_ROW_SIZES = (*range(1280, 2049, 256), *range(2560, 4097, 512))
+# Multiplications of a rank in a layer up to which the device may take less time than the host does
+# to launch the layer: 1,024 rows of an 8B model, 4,096 of one that four ranks share.
+_CAPTURED_PRODUCTS = 23 * 10**10
 # Without a graph, cutting a sequence's keys into parts pays only beyond this number of keys.
 SHORT_KEYS = 2048
+# More than 1,024 rows that see more keys have faster attention outside of graphs.
+_LONG_KEYS = 8192
 _NUMBERS = 5  # of each sequence, see `_Parts`
 NO_BLOCK = 1 << 20
 
@@ -81,7 +87,7 @@ class MixedGraphs:
         tables: int32 [num_slots + 1, pages] on the device: page tables by slot; the last row
             belongs to no sequence.
         max_tree: Maximum number of rows of a tree, the root included.
-        max_rows: Maximum number of rows in all; at most the largest of `ROW_SIZES` is used.
+        max_rows: Maximum number of rows in all; at most the largest of `mixed_sizes` is used.
         pool: Memory that is shared with other graphs, which never run at the same time.
         shortage: Whether that memory has run out.
         listener: Hears of every forward; None for nobody.
@@ -104,11 +110,7 @@ class MixedGraphs:
         self._tables, self._pool, self._listener = tables, pool, listener
         self._num_slots = tables.shape[0] - 1
         self._group_size = model.group_size
-        self.sizes = [
-            size
-            for before, size in itertools.pairwise((0, *ROW_SIZES))
-            if before < max_rows  # the first that holds them all is the last
-        ]
+        self.sizes = mixed_sizes(model, max_rows)
         largest, device = self.sizes[-1], kv.data.device
         num_ints = max(sum(self._lengths(size)) for size in self.sizes)
         self._ints = torch.zeros(num_ints, dtype=torch.int32, device=device)
@@ -134,6 +136,8 @@ class MixedGraphs:
         num_keys = max(one.start + count for one, count in zip(rows, counts, strict=True))
         if num_keys <= SHORT_KEYS:
             return True
+        if sum(counts) > _ROW_SIZES[-1] and num_keys > _LONG_KEYS:
+            return False
         return not self._attention.cuts_keys(
             len(rows), max(counts), num_keys, self._group_size, self._kv
         )
@@ -357,6 +361,17 @@ class MixedGraphs:
         self._hidden[:size].copy_(hidden)
         if streams is not None:
             self._streams[kind.capture][:size].copy_(streams)
+
+
+def mixed_sizes(model: DecoderModel, max_rows: int) -> list[int]:
+    """Returns the numbers of rows of a model's captured forwards, in ascending order.
+
+    Args:
+        max_rows: Maximum number of rows of a step with prompts; the last size may be larger.
+    """
+    most = _CAPTURED_PRODUCTS // model.layer_products
+    sizes = (*_ROW_SIZES, *(size for size in _MORE_ROW_SIZES if size <= most))
+    return [size for before, size in itertools.pairwise((0, *sizes)) if before < max_rows]
 
 
 def _first_wanted(rows: StepRows) -> int:
