@@ -63,7 +63,16 @@ LLAMA_70B = {
     "num_attention_heads": 64,
     "num_hidden_layers": 80,
 }
+LLAMA_1B = {
+    **LLAMA_8B,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
 TARGETS: dict[str, dict[str, Any]] = {
+    "llama-1b": LLAMA_1B,
     "llama-8b": LLAMA_8B,
     "qwen3-32b": QWEN3_32B,
     "llama-70b": LLAMA_70B,
