@@ -24,7 +24,7 @@ from foredraft.models.rope_config import RopeConfig
 from foredraft.parallel.group import SINGLE, Group, SumGroup, local_kv_heads, share
 
 EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"  # names in a checkpoint
-# Multiplications of all ranks in a layer from which on its halves are computed in turns: with fewer,
+# Multiplications of all ranks in a layer from which on its halves are computed in turns: with fewer
 # a busy host takes longer to launch twice as many kernels than they run.
 HALVED_PRODUCTS = 168 * 10**10
 

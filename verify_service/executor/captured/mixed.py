@@ -29,9 +29,9 @@ from verify_service.executor.captured.listener import StepListener
 # Close enough together that padding costs little where the device, not the host, is what takes
 # time.
 _ROW_SIZES = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
-_MORE_ROW_SIZES = (*range(1280, 2049, 256), *range(2560, 4097, 512))
+_MORE_ROW_SIZES = tuple(range(1280, 2049, 256))
 # Multiplications of a rank in a layer up to which the device may take less time than the host does
-# to launch the layer: 1,024 rows of an 8B model, 4,096 of one that four ranks share.
+# to launch the layer: 1,024 rows of an 8B model, 2,048 of one that two ranks share.
 _CAPTURED_PRODUCTS = 23 * 10**10
 # Without a graph, cutting a sequence's keys into parts pays only beyond this number of keys.
 SHORT_KEYS = 2048
