@@ -28,6 +28,7 @@ def scheduler_of(
     chunked_prefill_size: int,
     max_decode_delay: float = math.inf,
     key_cost: float = 0.0,
+    bounds_rows: bool = False,
     usable_prefix: UsablePrefix | None = None,
     look_ahead: int = 0,
     longest_shared: int | None = None,
@@ -35,7 +36,7 @@ def scheduler_of(
 ) -> Scheduler:
     """Makes a scheduler with its page tables and prefill budget."""
     tables = PageTables(pool, prefix_tree, usable_prefix, look_ahead, longest_shared)
-    budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost)
+    budget = PrefillBudget(chunked_prefill_size, max_decode_delay, key_cost, bounds_rows)
     return Scheduler(tables, budget, **options)
 
 

@@ -246,10 +246,16 @@ def _make_scheduler(
         look_ahead=int(any(link.capabilities.layers is not None for link in links)),
         longest_shared=model_config.dynamic_from,
     )
-    chunk = chunk_size(config, target.device)
+    device = target.device
+    budget = PrefillBudget(
+        chunk_size(config, device),
+        max_decode_delay(config),
+        model_config.key_cost,
+        bounds_rows=device.type == "cuda",
+    )
     return Scheduler(
         tables,
-        PrefillBudget(chunk, max_decode_delay(config), model_config.key_cost),
+        budget,
         max_running_requests=config.max_running_requests,
         max_queue=config.max_queued_requests,
         context_length=limits.context_length,

@@ -21,30 +21,43 @@ class PrefillBudget:
         max_delay: Maximum seconds that prompts may add to a step beside running streams; infinite
             for no bound.
         key_cost: Cost of one key for one query, relative to a token's weights.
+        bounds_rows: Whether the chunk size bounds all rows of a step, as long as half of it is left
+            for prompts. A GPU's library computes a few rows more than 8,192 as if they were 9,216.
     """
 
-    def __init__(self, chunk_size: int, max_delay: float = math.inf, key_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        chunk_size: int,
+        max_delay: float = math.inf,
+        key_cost: float = 0.0,
+        bounds_rows: bool = False,
+    ) -> None:
         self.chunk_size = chunk_size
         self.max_delay = max_delay
+        self._bounds_rows = bounds_rows
         self._key_cost = key_cost
         self._seconds = self._work = 0.0  # sums over recent prompts, forgotten slowly
         self._plain_seconds: float | None = None  # seconds of a step without prompts
 
-    def tokens(self, num_keys: int) -> int:
+    def tokens(self, num_keys: int, num_rows: int = 0) -> int:
         """Returns the maximum number of prompt tokens of a step beside running streams.
 
         Args:
             num_keys: Tokens that stand before the longest of the prompts' chunks.
+            num_rows: Rows of the streams in the same forward.
         """
+        most = self.chunk_size
+        if self._bounds_rows:
+            most -= min(num_rows, self.chunk_size // 2)
         if self.max_delay == math.inf or self._work == 0:
-            return self.chunk_size
+            return most
         allowed = self.max_delay * self._work / max(self._seconds, 1e-9)
         # n tokens after c keys are n (1 + key_cost (c + n / 2)) of work.
         first = 1 + self._key_cost * num_keys
         if self._key_cost:
             root = math.sqrt(first * first + 2 * self._key_cost * allowed)
             allowed = (root - first) / self._key_cost
-        return max(min(int(allowed), self.chunk_size), min(FEWEST_TOKENS, self.chunk_size))
+        return max(min(int(allowed), most), min(FEWEST_TOKENS, most))
 
     def observe(self, seconds: float, chunks: Sequence[PrefillChunk], has_decodes: bool) -> None:
         """Learns from a step that has ended.

@@ -61,6 +61,7 @@ class Scheduler:
         self.max_sequence_tokens = min(capacity, context_length or capacity)
         self._longest_prompt = min(capacity - 1, context_length or capacity)
         self._queue = RunQueue(tables, max_running_requests)
+        self._rows_each = 1  # rows of a decoding sequence in the newest step
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -148,11 +149,13 @@ class Scheduler:
         if with_prompts or not decoding:
             if has_room:
                 self._admit(plan, decoding)
-            self._reserve_chunks(plan, beside_decodes=bool(decoding))
+            self._reserve_chunks(plan, len(decoding))
         decoding = [seq for seq in decoding if seq.status is Status.RUNNING]
         if decoding:
             num_prompt = sum(chunk.num_tokens for chunk in plan.prefill)
-            for seq, num_nodes in zip(decoding, wanted_nodes(decoding, num_prompt), strict=True):
+            nodes = wanted_nodes(decoding, num_prompt)
+            self._rows_each = 1 + max(nodes)
+            for seq, num_nodes in zip(decoding, nodes, strict=True):
                 plan.decode.append(DecodeSlot(seq, self._reserve_tree(seq, num_nodes)))
         plan.released_slots = self._queue.take_released_slots()
         return plan
@@ -308,16 +311,21 @@ class Scheduler:
             if seq.is_decoding and self._tables.grow(seq, len(seq.tokens)) >= len(seq.tokens):
                 insert_by_rank(decoding, seq)
 
-    def _reserve_chunks(self, plan: StepPlan, beside_decodes: bool) -> None:
+    def _reserve_chunks(self, plan: StepPlan, num_decoding: int) -> None:
         """Splits the step's prompt tokens over the prefilling sequences and reserves their
         pages.
+
+        Args:
+            num_decoding: Number of sequences that decode in the step; as many rows each as in the
+                step before.
         """
         prefilling = [seq for seq in self._queue.running if not seq.is_decoding]
         if not prefilling:
             return
         chunk_size = self.prefill_budget.chunk_size
-        if beside_decodes:
-            chunk_size = self.prefill_budget.tokens(max(seq.num_computed for seq in prefilling))
+        if num_decoding:
+            num_keys = max(seq.num_computed for seq in prefilling)
+            chunk_size = self.prefill_budget.tokens(num_keys, num_decoding * self._rows_each)
         chunks = []
         for seq, num_tokens in split_chunk(prefilling, chunk_size, self._tables):
             if seq.status is not Status.RUNNING:

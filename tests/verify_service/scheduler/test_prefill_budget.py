@@ -96,3 +96,26 @@ def test_the_scheduler_bounds_chunks_beside_decodes_alone() -> None:
     plan = step(scheduler)
     assert decodes(plan) == ["a"]
     assert chunks(plan) == [("b", 0, 100)]
+
+
+def test_a_chunk_bounds_all_rows_of_a_step_where_it_is_asked_to() -> None:
+    scheduler = make_scheduler(2000, chunked_prefill_size=512, bounds_rows=True)
+    for name in "abc":
+        scheduler.add(make_sequence(name, unlike(ord(name), 40)))
+    assert chunks(step(scheduler)) == [("a", 0, 40), ("b", 0, 40), ("c", 0, 40)]
+    scheduler.add(make_sequence("d", unlike(1, 5000), 9))
+    for start in (0, 508):  # three rows less, and up to the end of a page
+        plan = step(scheduler)
+        assert decodes(plan) == ["a", "b", "c"]
+        assert chunks(plan) == [("d", start, 508)]
+    plan = step(scheduler, nodes=7)
+    assert chunks(plan) == [("d", 1016, 508)]
+    # Trees as large as those of the step before.
+    assert chunks(step(scheduler, nodes=7)) == [("d", 1524, 488)]
+
+
+def test_streams_leave_half_of_a_chunk_to_prompts() -> None:
+    budget = PrefillBudget(512, 0.001, bounds_rows=True)
+    assert [budget.tokens(0, rows) for rows in (0, 12, 256, 4000)] == [512, 500, 256, 256]
+    budget.observe(1.0, (chunk_of(0, 512),), True)
+    assert budget.tokens(0, 4000) == FEWEST_TOKENS
