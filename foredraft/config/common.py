@@ -106,7 +106,7 @@ class TargetConfig:
         None,
         "Largest batch for which a decode step is captured whole as a CUDA graph;"
         " --max-running-requests when absent. Of larger batches, and of steps with prompts, the"
-        " forward is captured, up to 1,024 rows, and up to 2,048 of small models and of ranks.",
+        " forward is captured, up to 1,024 rows; 2,048 of small models and ranks.",
         least=1,
     )
     disable_cuda_graph: bool = option(

@@ -87,8 +87,8 @@ class VerifyConfig(
     chunked_prefill_size: int | None = option(
         None,
         "Prompt tokens computed per step at most, over all requests; when absent, 8,192 on a GPU of"
-        " 60 GiB or more, 4,096 from 35 GiB on, 2,048 below, 512 on a CPU. Fewer let running"
-        " streams wait less for prompts, and prompts wait longer.",
+        " 60 GiB or more, 4,096 from 35 GiB on, 2,048 below, 512 on a CPU. On a GPU rows of running"
+        " streams count too. Fewer let these wait less for prompts, and prompts wait longer.",
         least=1,
     )
     max_decode_delay_ms: float = option(
