@@ -21,6 +21,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pages=st.integers(4, 24),
         max_running_requests=st.integers(1, 5),
         chunked_prefill_size=st.integers(1, 12),
+        bounds_rows=st.booleans(),
         admission_headroom=st.sampled_from([0, 2, 64]),
         look_ahead=st.integers(0, 1),
         max_nodes=st.integers(0, 9),
@@ -108,6 +109,7 @@ def test_scheduler_under_heavy_load(seed, scarce):
         max_nodes=rng.choice([0, 3, 8]),
         max_running_requests=rng.randint(2, 8),
         chunked_prefill_size=rng.randint(1, 6 if scarce else 24),
+        bounds_rows=rng.random() < 0.5,
         admission_headroom=0 if scarce else rng.choice([0, 4, 64]),
         max_queue=rng.randint(2, 20),
     )
