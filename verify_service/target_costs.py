@@ -53,6 +53,8 @@ def _measure(executor: Executor, runner: ModelRunner, pool: PagePool) -> Table:
         chain = SequenceRows.chunk(pages, 0, [0] * rows, "all")
         started, started_cpu = time.perf_counter(), time.process_time()
         runner.forward([chain])
+        if runner.model.device.type == "cuda":
+            torch.cuda.synchronize()
         cpu_seconds[rows] = min(cpu_seconds[rows], time.process_time() - started_cpu)
         return time.perf_counter() - started
 

@@ -168,7 +168,7 @@ class GraphExecutor(EagerExecutor):
         step: Step,
     ) -> ModelOutput:
         if not self._mixed.takes(rows):
-            step.settle()  # what is copied from pageable memory waits for the device
+            step.settle()  # with many launches the host waits for the device
             return super()._forward(sequences, rows, step)
         self._mixed.settle()
         # A running step may still read the present block of page updates.
