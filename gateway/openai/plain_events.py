@@ -10,7 +10,6 @@ from typing import Any
 from gateway.decoding import Chunk
 from gateway.event_streams import encode_event, one_line
 from gateway.openai.replies import Reply
-from gateway.openai.schemas import GenerationBody
 
 _MARK = "\x00text\x00"
 # If one of these is requested, an event holds more than text and counts.
@@ -21,16 +20,15 @@ class PlainEvents:
     """Renders the events of one stream.
 
     Args:
+        reply: Renders chunks that hold more.
         base: Fields that all events have in common.
     """
 
-    def __init__(self, reply: Reply, body: GenerationBody, base: Mapping[str, Any]) -> None:
-        self._reply = reply
-        self._body = body
-        self._base = base
-        options = body.stream_options
+    def __init__(self, reply: Reply, base: Mapping[str, Any]) -> None:
+        self._reply, self._base = reply, base
+        options = reply.body.stream_options
         # 0 is a number of log-probabilities that can be asked for.
-        asked = [getattr(body, name, None) for name in _DETAILS]
+        asked = [getattr(reply.body, name, None) for name in _DETAILS]
         is_plain = reply.is_plain and all(value is None or value is False for value in asked)
         self._on = is_plain and not (options is not None and options.continuous_usage_stats)
         # Bytes before and after the text, by index of the choice and number of tokens.
@@ -49,7 +47,7 @@ class PlainEvents:
 
     def _make(self, index: int, chunk: Chunk) -> tuple[bytes, bytes]:
         marked = Chunk(chunk.index, _MARK, chunk.tokens)
-        (choice,) = self._reply.deltas(index, 0, marked, self._body, False)
+        (choice,) = self._reply.deltas(index, 0, marked, False)
         event = encode_event({**self._base, "choices": [choice]})
         head, tail = event.split(encode_basestring(_MARK).encode())
         return head, tail

@@ -113,9 +113,14 @@ _PLAIN = AnswerFormat()
 
 
 class Reply(ABC):
-    """Renders the answers of one of the routes.
+    """Renders the answer to one request.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        body: The request.
 
     Attributes:
+        body: The argument of this name.
         is_plain: Whether texts are given without parsing.
         prompt_logprobs: Log-probabilities of the prompt, given beside whole choices; None without.
     """
@@ -125,25 +130,29 @@ class Reply(ABC):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, body: GenerationBody) -> None:
+        self._tokenizer, self.body = tokenizer, body
 
     @abstractmethod
-    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        """Renders a whole choice."""
+    def choice(self, index: int, prompt: int, chunk: Chunk) -> dict[str, Any]:
+        """Renders a whole choice.
+
+        Args:
+            index: Index of the choice in the answer.
+            prompt: Index of its prompt.
+            chunk: All of the choice.
+        """
 
     @abstractmethod
-    def deltas(
-        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
-    ) -> list[dict[str, Any]]:
-        """Renders what a chunk adds to a choice."""
+    def deltas(self, index: int, prompt: int, chunk: Chunk, is_first: bool) -> list[dict[str, Any]]:
+        """Renders what a chunk adds to a choice; see `choice`."""
 
     def num_reasoning_tokens(self) -> int:
         """Returns the number of reasoning tokens in all choices so far."""
         return 0
 
-    def _common(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        end = chunk.completion
+    def _common(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        end, body = chunk.completion, self.body
         common: dict[str, Any] = {
             "index": index,
             "finish_reason": finish_reason(end),
@@ -187,29 +196,32 @@ class CompletionReply(Reply):
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    body: CompletionBody
 
     def __init__(
-        self, tokenizer: Tokenizer, echoes: Sequence[str], prompts: Sequence[Sequence[int]]
+        self,
+        tokenizer: Tokenizer,
+        body: CompletionBody,
+        echoes: Sequence[str],
+        prompts: Sequence[Sequence[int]],
     ) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, body)
         self._echoes = echoes
         self._prompts = prompts
         self._offsets: dict[int, int] = {}  # characters of each choice given so far
 
-    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        (choice,) = self.deltas(index, prompt, chunk, body, True)
-        if body.prompt_logprobs is not None:
+    def choice(self, index: int, prompt: int, chunk: Chunk) -> dict[str, Any]:
+        (choice,) = self.deltas(index, prompt, chunk, True)
+        if (count := self.body.prompt_logprobs) is not None:
             ids, found = self._prompts[prompt], chunk.prompt_logprobs
-            choice["prompt_logprobs"] = by_token(ids, found, body.prompt_logprobs, self._tokenizer)
+            choice["prompt_logprobs"] = by_token(ids, found, count, self._tokenizer)
         return choice
 
-    def deltas(
-        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
-    ) -> list[dict[str, Any]]:
+    def deltas(self, index: int, prompt: int, chunk: Chunk, is_first: bool) -> list[dict[str, Any]]:
         echo, tokens = "", chunk.tokens
         if self._echoes and is_first:
             echo = self._echoes[prompt]
-            if isinstance(body, CompletionBody) and body.logprobs is not None:
+            if self.body.logprobs is not None:
                 found = chunk.prompt_logprobs
                 said = list(echoed(self._prompts[prompt], 0, found, self._tokenizer))
                 tokens = [*said, *tokens]
@@ -219,18 +231,17 @@ class CompletionReply(Reply):
         return [
             {
                 "text": echo + chunk.text,
-                "logprobs": self._logprobs(tokens, index, body),
-                **self._common(index, chunk, body),
+                "logprobs": self._logprobs(tokens, index),
+                **self._common(index, chunk),
             }
         ]
 
-    def _logprobs(
-        self, tokens: Sequence[OutputToken], index: int, body: GenerationBody
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[OutputToken], index: int) -> dict[str, Any] | None:
         """Renders log-probabilities; the first token of an echoed prompt has none."""
-        if not tokens or not isinstance(body, CompletionBody) or body.logprobs is None:
+        count = self.body.logprobs
+        if not tokens or count is None:
             return None
-        found, count = [token.logprob for token in tokens], body.logprobs
+        found = [token.logprob for token in tokens]
         offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(offset)
@@ -275,11 +286,12 @@ class ChatReply(Reply):
     def __init__(
         self,
         tokenizer: Tokenizer,
+        body: GenerationBody,
         use: ToolUse | None = None,
         form: AnswerFormat = _PLAIN,
         prompt: Sequence[int] = (),
     ) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, body)
         self._prompt = prompt
         self.is_plain = form.is_plain
         self._use = use
@@ -287,7 +299,7 @@ class ChatReply(Reply):
         self._parsers: dict[int, AnswerParser] = {}  # of each choice
         self._writers: dict[int, DeltaWriter] = {}
 
-    def choice(self, index: int, prompt: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
+    def choice(self, index: int, prompt: int, chunk: Chunk) -> dict[str, Any]:
         content = self._content(index, chunk)
         calls = [
             {k: v for k, v in c.items() if k != "index"} for c in content.get("tool_calls", ())
@@ -299,27 +311,24 @@ class ChatReply(Reply):
             **{name: content[name] for name in ("reasoning_content",) if name in content},
             **({"tool_calls": calls} if calls else {}),
         }
-        if body.prompt_logprobs is not None:
-            self.prompt_logprobs = by_token(
-                self._prompt, chunk.prompt_logprobs, body.prompt_logprobs, self._tokenizer
-            )
+        if (count := self.body.prompt_logprobs) is not None:
+            found = chunk.prompt_logprobs
+            self.prompt_logprobs = by_token(self._prompt, found, count, self._tokenizer)
         return {
             "message": message,
             "logprobs": self._logprobs(chunk.tokens),
-            **self._ended(index, chunk, body),
+            **self._ended(index, chunk),
         }
 
-    def deltas(
-        self, index: int, prompt: int, chunk: Chunk, body: GenerationBody, is_first: bool
-    ) -> list[dict[str, Any]]:
+    def deltas(self, index: int, prompt: int, chunk: Chunk, is_first: bool) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         if is_first:
             # By itself, as OpenAI has it: its clients join a choice's first event in another way.
-            common = self._common(index, Chunk(chunk.index), body)
+            common = self._common(index, Chunk(chunk.index))
             role = {"role": "assistant", "content": ""}
             found.append({"delta": role, "logprobs": None, **common})
         delta, logprobs = self._content(index, chunk), self._logprobs(chunk.tokens)
-        found.append({"delta": delta, "logprobs": logprobs, **self._ended(index, chunk, body)})
+        found.append({"delta": delta, "logprobs": logprobs, **self._ended(index, chunk)})
         return found
 
     def _content(self, index: int, chunk: Chunk) -> dict[str, Any]:
@@ -334,8 +343,8 @@ class ChatReply(Reply):
     def num_reasoning_tokens(self) -> int:
         return sum(parser.num_reasoning_tokens for parser in self._parsers.values())
 
-    def _ended(self, index: int, chunk: Chunk, body: GenerationBody) -> dict[str, Any]:
-        common = self._common(index, chunk, body)
+    def _ended(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        common = self._common(index, chunk)
         end, calls = chunk.completion, self._writers.get(index)
         if end and calls and common["finish_reason"] == "stop" and calls.has_whole_calls(end):
             assert self._use is not None

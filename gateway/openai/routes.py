@@ -32,9 +32,13 @@ class Call:
 
     id: str
     created: int
-    body: GenerationBody
     jobs: list[Job]
     reply: replies.Reply
+
+    @property
+    def body(self) -> GenerationBody:
+        """The request's body."""
+        return self.reply.body
 
     @property
     def num_choices(self) -> int:
@@ -104,15 +108,15 @@ async def _completion_call(serving: Serving, body: CompletionBody) -> Call:
         )
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else await serving.decode(ids))
-    reply = replies.CompletionReply(serving.tokenizer, echoes, [job.prompt for job in jobs])
-    return Call(call_id, int(time.time()), body, jobs, reply)
+    reply = replies.CompletionReply(serving.tokenizer, body, echoes, [job.prompt for job in jobs])
+    return Call(call_id, int(time.time()), jobs, reply)
 
 
 async def _chat_call(serving: Serving, body: ChatBody) -> Call:
     call_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     chat = await chats.prepare(serving, body, call_id, may_be_empty=True)
-    reply = replies.ChatReply(serving.tokenizer, chat.use, chat.form, chat.job.prompt)
-    return Call(call_id, int(time.time()), body, [chat.job], reply)
+    reply = replies.ChatReply(serving.tokenizer, body, chat.use, chat.form, chat.job.prompt)
+    return Call(call_id, int(time.time()), [chat.job], reply)
 
 
 async def _answer(serving: Serving, request: Request, call: Call) -> Response:
@@ -133,7 +137,7 @@ async def _whole(serving: Serving, call: Call) -> dict[str, Any]:
             assert chunk.completion is not None
             ends.append(chunk.completion)
             index = i * call.num_choices + chunk.index
-            choices.append(call.reply.choice(index, i, chunk, call.body))
+            choices.append(call.reply.choice(index, i, chunk))
     beside = {} if (of := call.reply.prompt_logprobs) is None else {"prompt_logprobs": of}
     return {
         **beside,
@@ -164,7 +168,7 @@ async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any]
     started: set[int] = set()
     num_tokens = 0
     num_choices = call.num_choices
-    events = PlainEvents(call.reply, call.body, base)
+    events = PlainEvents(call.reply, base)
     async with contextlib.aclosing(serving.generator.stream_all(call.jobs)) as merged:
         async for i, chunk in merged:
             index = i * num_choices + chunk.index
@@ -177,7 +181,7 @@ async def _events(serving: Serving, call: Call) -> AsyncGenerator[dict[str, Any]
             if plain is not None:
                 yield plain
                 continue
-            for choice in call.reply.deltas(index, i, chunk, call.body, is_first):
+            for choice in call.reply.deltas(index, i, chunk, is_first):
                 yield {**base, "choices": [choice]}
             if chunk.completion is not None:
                 ends.append(chunk.completion)

@@ -23,7 +23,7 @@ from gateway import figures as figures_module
 from gateway import pages
 from gateway.decoding import Chunk, Step
 from gateway.figures import Figures
-from gateway.openai.replies import ChatReply, CompletionReply
+from gateway.openai.replies import ChatReply, CompletionReply, Reply
 from gateway.openai.schemas import ChatBody, CompletionBody
 
 
@@ -113,14 +113,13 @@ def test_steps_tell_what_was_drafted_only_when_asked(kind: str) -> None:
     )
     chunk = Chunk(0, steps=[Step(3, tree), Step(1, None)])
     for asked in (True, False):
+        reply: Reply
         if kind == "chat":
-            reply, body = ChatReply(Tokenizer()), ChatBody(messages=[], return_provenance=asked)
+            reply = ChatReply(Tokenizer(), ChatBody(messages=[], return_provenance=asked))
         else:
-            reply, body = (
-                CompletionReply(Tokenizer(), [], [[]]),
-                CompletionBody(prompt="", return_provenance=asked),
-            )
-        delta = reply.deltas(0, 0, chunk, body, True)[-1]  # behind the role of a chat
+            body = CompletionBody(prompt="", return_provenance=asked)
+            reply = CompletionReply(Tokenizer(), body, [], [[]])
+        delta = reply.deltas(0, 0, chunk, True)[-1]  # behind the role of a chat
         assert ("steps" in delta) == ("provenance" in delta) == asked
         if asked:
             nodes = [("a", -1), ("b", 0), ("c", -1)]
