@@ -14,7 +14,7 @@ from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel
 from foredraft.parallel.group import Group
-from foredraft.record_layout import WORD, Layout
+from foredraft.record_layout import Layout
 from foredraft.runner.batch import StepRows
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs
@@ -179,19 +179,14 @@ class GraphFollower:
 
     def _step(self, kind: Kind, message: bytes) -> None:
         graphs, buffers = self._graphs, self._graphs.buffers
-        [header] = messages.headers(message, messages.HEADER, 1)
-        count, num_layers = int(header["num_sequences"]), int(header["num_layers"])
-        begin = messages.HEADER.size * WORD
-        [step] = messages.headers(message[begin:], STEP, 1)
-        begin += STEP.size * WORD
-        capture = np.frombuffer(message, np.int32, num_layers, begin).tolist()
-        num_rows = int(step["num_rows"])
+        rest = messages.Reader(message)
+        count, [step] = rest.count, rest.records(STEP, 1)
+        capture, num_rows = rest.ints(rest.num_layers), int(step["num_rows"])
         buffers.settle()
         buffers.records(count)
         self._set_pages()
         block = buffers.block(count)
-        words = np.frombuffer(message, np.int32, block.size, begin + num_layers * WORD)
-        block[:] = words.reshape(block.shape)
+        block[:] = rest.words(block.size).reshape(block.shape)
         buffers.upload(count)
         with_logprobs = bool(step["with_logprobs"])
         flags = bool(step["is_filtered"]), bool(step["shares_keys"])

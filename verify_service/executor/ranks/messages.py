@@ -6,6 +6,7 @@ Nothing is unpickled, since messages may come from another host.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +39,10 @@ class Kind(IntEnum):
     MEMORY = 14  # gathers the ranks' free GPU memory
 
 
-# Begins every message; the counts describe what follows.
+# Begins every message.
 HEADER = Layout(
     ("kind", np.int32),
-    ("num_sequences", np.int32),  # number of rows in messages about logits
+    ("count", np.int32),  # number of records, of sequences, or of rows of logits
     ("num_layers", np.int32),  # number of layers whose input residual stream is wanted
 )
 SEQUENCE = Layout(
@@ -87,9 +88,40 @@ class Forward:
     capture: tuple[int, ...]
 
 
+class Reader:
+    """Reads a message from its beginning on, part by part in the order of writing.
+
+    Attributes:
+        kind, count, num_layers: Fields of the header.
+    """
+
+    def __init__(self, message: bytes) -> None:
+        self._message, self._begin = message, 0
+        [header] = self.records(HEADER, 1)
+        self.kind = Kind(int(header["kind"]))
+        self.count, self.num_layers = int(header["count"]), int(header["num_layers"])
+
+    def records(self, layout: Layout, count: int) -> npt.NDArray[np.void]:
+        """Returns the next records, of a layout."""
+        return self._next(layout.whole(), count)
+
+    def words(self, length: int) -> npt.NDArray[np.int32]:
+        """Returns the next int32 numbers."""
+        return self._next(np.dtype(np.int32), length)
+
+    def ints(self, length: int) -> list[int]:
+        """Returns the next int32 numbers as a list."""
+        return self.words(length).tolist()
+
+    def _next(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        found = np.frombuffer(self._message, dtype, count, self._begin)
+        self._begin += found.nbytes
+        return found
+
+
 def kind_of(message: bytes) -> Kind:
     """Returns the kind of a message."""
-    return Kind(int(headers(message, HEADER, 1)[0]["kind"]))
+    return Reader(message).kind
 
 
 def stop() -> bytes:
@@ -105,15 +137,14 @@ def setup(cache: tuple[int, int, int], sizes: Sequence[int] = ()) -> bytes:
         cache: Number of pages, tokens per page, number of scratch pages.
         sizes: Sizes of captured steps, see `graphs.GraphSizes.numbers`.
     """
-    return header(Kind.SETUP, 0, len(sizes)) + _ints([*cache, *sizes])
+    return header(Kind.SETUP, len(sizes)) + _ints([*cache, *sizes])
 
 
 def read_setup(message: bytes) -> tuple[tuple[int, int, int], list[int]]:
     """Returns the arguments of `setup` from its message."""
-    [first] = headers(message, HEADER, 1)
-    rest = _Arrays(message, HEADER.size * WORD)
-    num_pages, page_size, num_scratch = rest.take(3)
-    return (num_pages, page_size, num_scratch), rest.take(int(first["num_layers"]))
+    rest = Reader(message)
+    num_pages, page_size, num_scratch = rest.ints(3)
+    return (num_pages, page_size, num_scratch), rest.ints(rest.count)
 
 
 def forward(rows: Sequence[SequenceRows], capture: Sequence[int]) -> bytes:
@@ -142,18 +173,14 @@ def forward(rows: Sequence[SequenceRows], capture: Sequence[int]) -> bytes:
 
 def read_forward(message: bytes) -> Forward:
     """Returns the arguments of `forward` from its message."""
-    [first] = headers(message, HEADER, 1)
-    count = int(first["num_sequences"])
-    begin = HEADER.size * WORD
-    sequences = headers(message[begin:], SEQUENCE, count)
-    rest = _Arrays(message, begin + count * SEQUENCE.size * WORD)
-    capture = tuple(rest.take(int(first["num_layers"])))
+    rest = Reader(message)
+    sequences, capture = rest.records(SEQUENCE, rest.count), tuple(rest.ints(rest.num_layers))
     rows = []
     for own in sequences:
         num_rows = int(own["num_rows"])
-        tokens, positions = rest.take(num_rows), rest.take(num_rows)
-        pages = rest.take(int(own["num_pages"]))
-        mask, tail = rest.take(int(own["num_mask"])), rest.take(int(own["num_tail"]))
+        tokens, positions = rest.ints(num_rows), rest.ints(num_rows)
+        pages = rest.ints(int(own["num_pages"]))
+        mask, tail = rest.ints(int(own["num_mask"])), rest.ints(int(own["num_tail"]))
         rows.append(
             SequenceRows(
                 tokens=tokens,
@@ -180,13 +207,10 @@ def move(paths: Sequence[Path]) -> bytes:
 
 def read_move(message: bytes) -> list[Path]:
     """Returns the arguments of `move` from its message."""
-    count = int(headers(message, HEADER, 1)[0]["num_sequences"])
-    begin = HEADER.size * WORD
-    records = headers(message[begin:], PATH, count)
-    rest = _Arrays(message, begin + count * PATH.size * WORD)
+    rest = Reader(message)
     return [
-        (rest.take(int(own["num_pages"])), int(own["committed"]), rest.take(int(own["num_rows"])))
-        for own in records
+        (rest.ints(int(own["num_pages"])), int(own["committed"]), rest.ints(int(own["num_rows"])))
+        for own in rest.records(PATH, rest.count)
     ]
 
 
@@ -197,7 +221,7 @@ def logits(num_rows: int) -> bytes:
 
 def read_logits(message: bytes) -> int:
     """Returns the number of rows from the message of `logits`."""
-    return int(headers(message, HEADER, 1)[0]["num_sequences"])
+    return Reader(message).count
 
 
 def choice(index: Sequence[int], rows: SamplingRows) -> bytes:
@@ -214,8 +238,8 @@ def choice(index: Sequence[int], rows: SamplingRows) -> bytes:
 
 def read_choice(message: bytes) -> tuple[list[int], SamplingRows]:
     """Returns the arguments of `choice` from its message."""
-    count = int(headers(message, HEADER, 1)[0]["num_sequences"])
-    read = headers(message[HEADER.size * WORD :], CHOICE, count)
+    rest = Reader(message)
+    count, read = rest.count, rest.records(CHOICE, rest.count)
     columns = {name: torch.from_numpy(read[name].copy()) for name in CHOICE.names[1:]}
     rows = SamplingRows(
         **columns,
@@ -235,8 +259,8 @@ def gather(index: Sequence[int]) -> bytes:
 
 def read_gather(message: bytes) -> list[int]:
     """Returns the indices of the rows from the message of `gather`."""
-    count = int(headers(message, HEADER, 1)[0]["num_sequences"])
-    return _Arrays(message, HEADER.size * WORD).take(count)
+    rest = Reader(message)
+    return rest.ints(rest.count)
 
 
 def pages(updates: Sequence[PageUpdate]) -> bytes:
@@ -248,12 +272,10 @@ def pages(updates: Sequence[PageUpdate]) -> bytes:
 
 def read_pages(message: bytes) -> list[PageUpdate]:
     """Returns the arguments of `pages` from its message."""
-    count = int(headers(message, HEADER, 1)[0]["num_sequences"])
-    begin = HEADER.size * WORD
-    records = headers(message[begin:], PAGES, count)
-    rest = _Arrays(message, begin + count * PAGES.size * WORD)
+    rest = Reader(message)
     return [
-        (int(own["slot"]), int(own["first"]), rest.take(int(own["num_pages"]))) for own in records
+        (int(own["slot"]), int(own["first"]), rest.ints(int(own["num_pages"])))
+        for own in rest.records(PAGES, rest.count)
     ]
 
 
@@ -271,20 +293,17 @@ def mixed(rows: Sequence[StepRows], capture: Sequence[int]) -> bytes:
 
 def read_mixed(message: bytes) -> tuple[list[StepRows], list[int]]:
     """Returns the arguments of `mixed` from its message."""
-    [first] = headers(message, HEADER, 1)
-    count, begin = int(first["num_sequences"]), HEADER.size * WORD
-    records = headers(message[begin:], MIXED_ROWS, count)
-    rest = _Arrays(message, begin + count * MIXED_ROWS.size * WORD)
-    capture = rest.take(int(first["num_layers"]))
+    rest = Reader(message)
+    records, capture = rest.records(MIXED_ROWS, rest.count), rest.ints(rest.num_layers)
     rows = []
     for own in records:
-        tokens, num_parents = rest.take(int(own["num_rows"])), int(own["num_parents"])
+        tokens, num_parents = rest.ints(int(own["num_rows"])), int(own["num_parents"])
         rows.append(
             StepRows(
                 slot=int(own["slot"]),
                 start=int(own["start"]),
                 tokens=tokens,
-                parents=None if num_parents == NO_TREE else rest.take(num_parents),
+                parents=None if num_parents == NO_TREE else rest.ints(num_parents),
                 logits=LOGITS[int(own["logits"])],  # type: ignore[arg-type]
                 reach=int(own["reach"]),
             )
@@ -299,26 +318,13 @@ def mixed_warm_up(capture: Sequence[int], has_branches: bool) -> bytes:
 
 def read_mixed_warm_up(message: bytes) -> tuple[list[int], bool]:
     """Returns the arguments of `mixed_warm_up` from its message."""
-    [first] = headers(message, HEADER, 1)
-    capture = _Arrays(message, HEADER.size * WORD).take(int(first["num_layers"]))
-    return capture, bool(first["num_sequences"])
+    rest = Reader(message)
+    return rest.ints(rest.num_layers), bool(rest.count)
 
 
-class _Arrays:
-    """Reads int32 arrays of any lengths that follow each other in a message."""
-
-    def __init__(self, message: bytes, begin: int) -> None:
-        self._message, self._begin = message, begin
-
-    def take(self, length: int) -> list[int]:
-        found = np.frombuffer(self._message, np.int32, length, self._begin)
-        self._begin += length * WORD
-        return found.tolist()
-
-
-def header(kind: Kind, num_sequences: int = 0, num_layers: int = 0) -> bytes:
+def header(kind: Kind, count: int = 0, num_layers: int = 0) -> bytes:
     """Returns the header that every message begins with."""
-    return packed(HEADER, [(kind, num_sequences, num_layers)])
+    return packed(HEADER, [(kind, count, num_layers)])
 
 
 def packed(layout: Layout, rows: Sequence[tuple[int | float, ...]]) -> bytes:
@@ -327,11 +333,6 @@ def packed(layout: Layout, rows: Sequence[tuple[int | float, ...]]) -> bytes:
     for name, values in zip(layout.names, zip(*rows, strict=True), strict=bool(rows)):
         records[name] = values
     return records.tobytes()
-
-
-def headers(data: bytes, layout: Layout, count: int) -> npt.NDArray[np.void]:
-    """Returns the records of a layout at the beginning of `data`."""
-    return np.frombuffer(data, layout.whole(), count)
 
 
 def _ints(values: Sequence[int]) -> bytes:
