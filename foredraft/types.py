@@ -170,6 +170,15 @@ class SamplingParams:
         """Whether tokens are drawn from some of the vocabulary alone."""
         return self.is_ranked or (self.is_sampled and self.min_p > 0)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens have occurred."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
     def validate(self, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
         """Raises InvalidRequest naming the first field outside its range."""
         for name, allowed in RANGES.items():

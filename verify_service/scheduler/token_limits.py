@@ -18,9 +18,10 @@ from foredraft.types import SamplingParams
 WORD_BITS = 32
 
 
-def forbids_always(params: SamplingParams) -> bool:
-    """Returns whether a request forbids some tokens everywhere."""
-    return bool(params.allowed_token_ids) or any(len(word) == 1 for word in params.bad_words)
+def is_biased(params: SamplingParams) -> bool:
+    """Returns whether a request has `biases`."""
+    is_forbidding = params.allowed_token_ids or any(len(word) == 1 for word in params.bad_words)
+    return bool(params.logit_bias or is_forbidding)
 
 
 def biases(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.float32]:

@@ -10,7 +10,7 @@ from transformers import NoBadWordsLogitsProcessor
 from foredraft.errors import InvalidRequest
 from foredraft.trees.draft_tree import DraftTree, paths
 from foredraft.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-from verify_service.scheduler.token_limits import TokenLimits, biases, forbids_always
+from verify_service.scheduler.token_limits import TokenLimits, biases, is_biased
 
 VOCAB = 70  # no whole number of words of a mask
 few = st.sampled_from((0, 1, 31, 32, 69))
@@ -75,8 +75,8 @@ def test_what_is_forbidden_everywhere_is_a_bias() -> None:
     )
     made = biases(params, VOCAB)
     assert {v: b for v, b in enumerate(made) if b > -np.inf} == {5: 2.0, 6: 0.0}
-    assert forbids_always(params)
-    assert not forbids_always(SamplingParams(bad_words=((4, 5),)))
+    assert is_biased(params)
+    assert not is_biased(SamplingParams(bad_words=((4, 5),)))
     assert TokenLimits(params, VOCAB).need_history
     assert not TokenLimits(SamplingParams(bad_words=((4,),)), VOCAB).need_history
 

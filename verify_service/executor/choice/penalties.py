@@ -12,19 +12,12 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from foredraft.types import SamplingParams
-from verify_service.scheduler.token_limits import biases, forbids_always
+from verify_service.scheduler.token_limits import biases, is_biased
 
 
 def needed(params: SamplingParams) -> bool:
     """Returns whether a request with these parameters needs a `PenaltyState`."""
-    return (
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or bool(params.logit_bias)
-        or params.min_new_tokens > 0
-        or forbids_always(params)
-    )
+    return params.has_penalties or params.min_new_tokens > 0 or is_biased(params)
 
 
 class PenaltyState:
@@ -53,11 +46,7 @@ class PenaltyState:
         self._params = params
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._uses_history = (
-            params.repetition_penalty != 1.0
-            or params.frequency_penalty != 0.0
-            or params.presence_penalty != 0.0
-        )
+        self._uses_history = params.has_penalties
         self.num_committed = 0
         self._slots: dict[int, int] = {}  # token -> its index in the two tensors below
         self._ids = self._ints([0] * 64)

@@ -16,7 +16,7 @@ from foredraft.kernel_launch import power_of_two
 from foredraft.types import SamplingParams
 from verify_service.executor.kernels.steps import Begun
 from verify_service.executor.records import ADJUSTMENT, STEP
-from verify_service.scheduler.token_limits import forbids_always
+from verify_service.scheduler.token_limits import is_biased
 
 # Bits of the column `adjusted`: whether the slot's history is read, and its biases.
 HISTORY, BIASED = 1, 2
@@ -27,13 +27,8 @@ _BLOCK = 1024
 
 def kinds(params: SamplingParams) -> int:
     """Returns a request's value of the column `adjusted`: flags of its adjustments."""
-    has_history = (
-        params.repetition_penalty != 1.0
-        or params.frequency_penalty != 0.0
-        or params.presence_penalty != 0.0
-        or params.min_new_tokens > 0
-    )
-    return has_history * HISTORY + (bool(params.logit_bias) or forbids_always(params)) * BIASED
+    has_history = params.has_penalties or params.min_new_tokens > 0
+    return has_history * HISTORY + is_biased(params) * BIASED
 
 
 def history(
