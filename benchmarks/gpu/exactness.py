@@ -31,7 +31,7 @@ from foredraft.runner.model_runner import ModelRunner
 from verify_service.exactness import OFF, STRICT, make_exact
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs, mixed_sizes
-from verify_service.executor.captured.step import DecodeStep, StepSizes
+from verify_service.executor.captured.step import DecodeStep, StepKind, StepSizes
 
 PAGE_SIZE = 16
 REPEATS = 11
@@ -157,6 +157,7 @@ def _step(
     pages = torch.randperm(batch * each, device=kv.data.device).view(batch, each)
     step.tables[:batch, :each] = pages.int()
     graphs = DecodeGraphs(step)
+    step_kind = StepKind(batch, len(parents), ())
 
     def run() -> None:
         records = graphs.buffers.records(batch)
@@ -166,7 +167,7 @@ def _step(
         records["tokens"] = 17
         records["parents"] = parents
         graphs.buffers.upload(batch)
-        graphs.start(batch, len(parents), ()).chosen()
+        graphs.start(step_kind, batch).chosen()
 
     run()
     return lambda: [graph.replay() for graph, _ in filter(None, graphs._steps.values())]

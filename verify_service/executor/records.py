@@ -5,6 +5,7 @@ sequence continues where the device has it (`committed` is -1), or its tree is o
 the same device has written (`tree`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from foredraft.record_layout import Layout
 from foredraft.sampling.columns import SAMPLING
 
+PageUpdate = tuple[int, int, Sequence[int]]  # part of a page table: slot, first entry, pages
 # Read by steps that adjust logits; see `adjust`.
 ADJUSTMENT = Layout(
     ("adjusted", np.int32),  # bits: adjustments that read the slot's tables

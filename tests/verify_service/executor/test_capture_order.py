@@ -119,9 +119,7 @@ def test_graphs_of_two_phases_are_captured_before_the_wait_for_a_draft() -> None
     step_of: Any = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", MagicMock)
-        graphs.two_phase = TwoPhaseGraphs(
-            step_of, graphs.shapes, graphs.buffers, capturing, Shortage()
-        )
+        graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturing, Shortage())
     graphs.buffers.turn = 0
     batch = [VerifyRows(Sequence(1, [5], SamplingParams(logprobs=1)), EMPTY)]
     ahead = Ahead(4, [0], lambda trees: done.append("fetch"))
@@ -149,7 +147,7 @@ def test_a_step_without_a_graph_has_its_trees_before_it_is_computed(
     monkeypatch.setattr(torch.cuda, "Event", MagicMock)
     graphs._step, graphs._capturing = step_of, capturing
     graphs._steps = Captures(shortage)
-    graphs.two_phase = TwoPhaseGraphs(step_of, graphs.shapes, graphs.buffers, capturing, shortage)
+    graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturing, shortage)
     graphs.buffers.turn = 0
     step_of.forward.side_effect = lambda kind: (
         done.append("compute")

@@ -13,6 +13,7 @@ from verify_service.executor.captured.executor import GraphExecutor
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
+from verify_service.executor.captured.step import StepKind
 
 
 class Recorded(DecodeGraphs):
@@ -32,11 +33,9 @@ class Recorded(DecodeGraphs):
         self.shortage, self.ran = Shortage(), []  # type: ignore[assignment]
         self._steps = Captures(self.shortage)
 
-    def idle_step(
-        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
-    ) -> None:
-        self.ran.append((batch, rows, is_filtered) + (shares_keys,) * shares_keys)
-        kind = self._kind(batch, rows, self.capture, is_filtered, shares_keys)
+    def idle_step(self, kind: StepKind) -> None:
+        shares_keys = (True,) * kind.shares_keys
+        self.ran.append((kind.batch, kind.rows, kind.is_filtered, *shares_keys))
         self._steps.add(kind, MagicMock())
 
 
@@ -45,7 +44,7 @@ def test_steps_with_filters_may_wait() -> None:
     made.warm_up((2,))
     plain = [(2, 4, False), (1, 4, False), (2, 1, False), (1, 1, False)]
     assert made.ran == [(2, 4, True), *plain]
-    made.idle_step(2, 1, is_filtered=True)  # a request has asked for it
+    made.idle_step(StepKind(2, 1, (2,), is_filtered=True))  # a request has asked for it
     made.ran.clear()
     assert made.capture_next()
     assert made.capture_next()
@@ -56,7 +55,7 @@ def test_steps_with_filters_may_wait() -> None:
 def test_steps_of_shared_keys_wait_behind_them() -> None:
     made = Recorded(can_share=True)
     made.warm_up(())
-    made.idle_step(2, 4, shares_keys=True)  # sequences shared keys
+    made.idle_step(StepKind(2, 4, (), shares_keys=True))  # sequences shared keys
     made.ran.clear()
     while made.capture_next():
         pass
@@ -76,11 +75,9 @@ class Short(Recorded):
         super().__init__()
         self._fail = fail
 
-    def idle_step(
-        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
-    ) -> None:
-        super().idle_step(batch, rows, is_filtered, shares_keys)
-        if is_filtered and self.shapes.all()[0] != (batch, rows):
+    def idle_step(self, kind: StepKind) -> None:
+        super().idle_step(kind)
+        if kind.is_filtered and self.shapes.all()[0] != (kind.batch, kind.rows):
             self._fail()
 
 
@@ -108,7 +105,7 @@ def test_without_memory_no_more_are_captured_ahead(
         while made.capture_next():
             pass
     assert made.ran == [(1, 1, True)]
-    assert made._steps[made._kind(1, 1, (), is_filtered=True)] is None  # no graph that has failed
+    assert made._steps[StepKind(1, 1, (), is_filtered=True)] is None  # no graph that has failed
     assert left == [0]  # the memory was free when it was given back
     [record] = caplog.records
     assert record.getMessage().startswith("no memory for more CUDA graphs; steps run without: ")

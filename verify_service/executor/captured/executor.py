@@ -23,6 +23,7 @@ from verify_service.executor.captured.fill import RecordFiller
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs
 from verify_service.executor.captured.pending import GraphRun
+from verify_service.executor.captured.step import StepKind
 from verify_service.executor.captured.two_phase import SlotTables, TwoPhaseRun
 from verify_service.executor.choice.sampler import Sampler, VerifyRows
 from verify_service.executor.choice.simulation import SimulatedAcceptance
@@ -84,7 +85,7 @@ class GraphExecutor(EagerExecutor):
 
         def run(shape: tuple[int, int]) -> float:
             started = time.perf_counter()
-            graphs.idle_step(*shape)
+            graphs.idle_step(StepKind(*shape, graphs.capture))
             return time.perf_counter() - started
 
         shapes = graphs.shapes.all()
@@ -112,49 +113,38 @@ class GraphExecutor(EagerExecutor):
         self._tables.update(sequences)
         self._filler.fill_known(batch, num_rows)
         trees = [rows.tree for rows in batch]
-        return self._start(sequences, num_rows, step.capture, trees, [None] * len(batch))
+        kind = self._kind(step, num_rows)
+        return self._start(kind, sequences, trees, [None] * len(batch))
 
     def _submit_ahead(self, step: Step, ahead: Ahead) -> GraphRun:
-        batch, capture, graphs = step.batch, step.capture, self._graphs
+        batch, graphs = step.batch, self._graphs
         num_rows = graphs.shapes.row_size(len(batch), ahead.num_rows)
         sequences = [rows.sequence for rows in batch]
         self._filler.fill_ahead(sequences, num_rows, ahead)
-        has_graph = self._prepare(sequences, num_rows, step)
+        kind = self._kind(step, num_rows)
+        own = graphs.graphs_of(kind)
+        own.prepare(kind, len(batch), step.settle)
         graphs.buffers.upload(len(batch))
         if ahead.fetch is not None:
             ahead.fetch(graphs.trees)
-            if not has_graph:  # launches and allocations wait for the device where there are many
+            if not own.has_graph(kind):  # many launches and allocations wait for the device
                 fetched = torch.cuda.Event()
                 fetched.record()
                 ahead.await_trees(fetched.query)
-            if self._filler.members.is_two_phase and any(
+            if kind.is_two_phase and any(
                 tree is not None and sequence.is_masked
                 for sequence, tree in zip(sequences, ahead.trees, strict=True)
             ):
                 graphs.two_phase.send_trees()
         trees = [rows.tree for rows in batch]
-        return self._start(sequences, num_rows, capture, trees, ahead.trees)
-
-    def _prepare(self, sequences: Sequence[RequestSequence], num_rows: int, step: Step) -> bool:
-        """Captures the graphs of the filled-in step, unless they exist; returns whether it has any
-        now.
-        """
-        graphs, count = self._graphs, len(sequences)
-        capture = step.capture or graphs.capture
-        if not self._filler.members.is_two_phase:
-            kind = graphs.prepare(count, num_rows, capture, *self._flags, step.settle)
-            return graphs.has_graph(kind)
-        two_phase, has_logprobs = graphs.two_phase, _has_logprobs(sequences)
-        kind = two_phase.prepare(count, num_rows, capture, has_logprobs, step.settle)
-        return two_phase.has_graph(kind)
+        return self._start(kind, sequences, trees, ahead.trees)
 
     def _run_and_choose(self, step: Step) -> StepResult:
         """Runs the forward as a graph, and lets the sampler choose the tokens."""
         started = time.perf_counter()
         batch, num_rows = step.batch, self._num_rows(step.batch)
         self._filler.fill_known(batch, num_rows)
-        capture = step.capture or self._graphs.capture
-        output = self._graphs.forward(len(batch), num_rows, capture)
+        output = self._graphs.forward(StepKind(*self._shape(step, num_rows)), len(batch))
         outcomes = self._sampler.choose(batch, self._logits(output, batch, num_rows))
         self._commit(batch, outcomes)
         seconds = time.perf_counter() - started
@@ -181,33 +171,39 @@ class GraphExecutor(EagerExecutor):
         self._filler.update_pages(sequences, step.settle)
         return self._mixed.forward(rows, step.capture or self._graphs.capture, step.settle)
 
-    @property
-    def _flags(self) -> tuple[bool, bool]:
-        """Whether the filled-in step filters, and whether it reads shared keys once."""
-        return self._filler.members.is_filtered, self._filler.shares_keys
+    def _kind(self, step: Step, num_rows: int) -> StepKind:
+        """Returns the kind of a step whose records are filled in."""
+        filler, shape = self._filler, self._shape(step, num_rows)
+        if not filler.members.is_two_phase:
+            return StepKind(*shape, filler.members.is_filtered, shares_keys=filler.shares_keys)
+        has_logprobs = any(rows.sequence.sampling.logprobs is not None for rows in step.batch)
+        return StepKind(*shape, True, True, has_logprobs)
+
+    def _shape(self, step: Step, num_rows: int) -> tuple[int, int, tuple[int, ...]]:
+        """Returns the first three fields of a step's `StepKind`."""
+        batch = self._graphs.shapes.batch_size(len(step.batch))
+        # Graphs that capture hidden states serve steps without a draft too.
+        return batch, num_rows, tuple(step.capture) or self._graphs.capture
 
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
         return self._graphs.shapes.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
 
     def _start(
         self,
+        kind: StepKind,
         sequences: Sequence[RequestSequence],
-        num_rows: int,
-        capture: Sequence[int],
         trees: Sequence[DraftTree],
         rows: Sequence[int | None],
     ) -> GraphRun:
         """Starts the step whose records are filled in; see `TwoPhaseRun` for the arguments."""
         graphs, count = self._graphs, len(sequences)
-        # Graphs that capture hidden states serve steps without a draft too.
-        capture = capture or graphs.capture
         where = graphs.accepted[:count], graphs.accepted_index
-        if not self._filler.members.is_two_phase:
-            running = graphs.start(count, num_rows, capture, *self._flags)
-            SHARED_KEY_STEPS.inc(self._filler.shares_keys)
+        if not kind.is_two_phase:
+            running = graphs.start(kind, count)
+            SHARED_KEY_STEPS.inc(kind.shares_keys)
             outcome = DeviceOutcome(count, *where, running.output)
-            return GraphRun(running, num_rows, outcome, self._vocab_size)
-        step = graphs.two_phase.start(count, num_rows, capture, _has_logprobs(sequences))
+            return GraphRun(running, kind.rows, outcome, self._vocab_size)
+        step = graphs.two_phase.start(kind, count)
         outcome = DeviceOutcome(count, *where, step.output)
         return TwoPhaseRun(
             graphs.two_phase, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
@@ -224,7 +220,3 @@ class GraphExecutor(EagerExecutor):
         ]
         where = torch.tensor(index).to(output.logits.device)
         return output.logits.index_select(0, where)
-
-
-def _has_logprobs(sequences: Sequence[RequestSequence]) -> bool:
-    return any(sequence.sampling.logprobs is not None for sequence in sequences)

@@ -59,7 +59,7 @@ class DecodeGraphs:
         self._capturing = capturing or Capturing(step)
         self.shortage = Shortage()
         self.two_phase = TwoPhaseGraphs(
-            step, self.shapes, self.buffers, self._capturing, self.shortage, listener
+            step, self.buffers, self._capturing, self.shortage, listener
         )
         self.capture: tuple[int, ...] = ()
         self.trees = step.trees
@@ -70,14 +70,8 @@ class DecodeGraphs:
         self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
 
     def prepare(
-        self,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        is_filtered: bool = False,
-        shares_keys: bool = False,
-        settle: Callable[[], None] = no_wait,
-    ) -> StepKind:
+        self, kind: StepKind, num_sequences: int, settle: Callable[[], None] = no_wait
+    ) -> None:
         """Captures the graph of `start` from the records that are filled in, unless it exists.
 
         Call it before the stream waits for a draft: capturing waits for the stream, so nothing
@@ -86,7 +80,6 @@ class DecodeGraphs:
         Args:
             settle: See `Step`; called where there is no graph.
         """
-        kind = self._kind(num_sequences, num_rows, capture, is_filtered, shares_keys)
         if not self.has_graph(kind):
             settle()
         if kind not in self._steps:
@@ -95,41 +88,32 @@ class DecodeGraphs:
             self.buffers.upload(num_sequences)
             compute = partial(self._compute, kind)
             self._steps.add(kind, partial(self._capturing.record, compute))
-        return kind
+
+    def graphs_of(self, kind: StepKind) -> "DecodeGraphs | TwoPhaseGraphs":
+        """Returns the graphs that run steps of a kind: these, or `two_phase`."""
+        return self.two_phase if kind.is_two_phase else self
 
     def has_graph(self, kind: StepKind) -> bool:
         """Returns whether steps of a kind were captured; others run operation by operation."""
         return self._steps.has_graphs(kind)
 
-    def start(
-        self,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        is_filtered: bool = False,
-        shares_keys: bool = False,
-    ) -> RunningStep:
+    def start(self, kind: StepKind, num_sequences: int) -> RunningStep:
         """Starts a whole step on the records that were sent.
 
         At most one step that was started before may be running.
-
-        Args:
-            is_filtered: Whether the step applies top-k, top-p and min-p of the records.
-            shares_keys: Whether the step reads shared keys once, as the records say.
         """
-        kind = self.prepare(num_sequences, num_rows, capture, is_filtered, shares_keys)
+        self.prepare(kind, num_sequences)
         if self._listener is not None:
             self._listener.step(kind, num_sequences, self.buffers)
         output = _run(self._steps[kind], partial(self._compute, kind))
         return self.buffers.download(kind, num_sequences, output)
 
-    def forward(self, num_sequences: int, num_rows: int, capture: Sequence[int]) -> ModelOutput:
+    def forward(self, kind: StepKind, num_sequences: int) -> ModelOutput:
         """Runs the target alone, for batches whose tokens the sampler chooses.
 
         Returns:
             Logits and hidden states of all B x R rows, padding included; valid until the next step.
         """
-        kind = self._kind(num_sequences, num_rows, capture)
         if self._listener is not None:
             self._listener.forward(kind, num_sequences, self.buffers)
 
@@ -148,37 +132,35 @@ class DecodeGraphs:
             for is_filtered in (True, False)
         ]
         kinds.append(StepKind(1, 1, tuple(capture), True, True))
-        kinds += [self._kind(*shape, capture, shares_keys=True) for shape in self._can_share()]
+        kinds += [StepKind(*shape, tuple(capture), shares_keys=True) for shape in self._can_share()]
         return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, capture: Sequence[int]) -> None:
         """Captures every shape, largest first, so that the others fit its memory; with filters only
         that one, see `capture_next`, and none that reads shared keys once.
         """
-        self.capture = tuple(capture)
+        self.capture = layers = tuple(capture)
         largest, *others = self.shapes.all()
-        self.idle_step(*largest, is_filtered=True)
+        self.idle_step(StepKind(*largest, layers, is_filtered=True))
         for shape in (largest, *others):
-            self.idle_step(*shape)
+            self.idle_step(StepKind(*shape, layers))
         self._later = [
-            self._kind(*shape, capture, is_filtered, shares_keys=True)
+            StepKind(*shape, layers, is_filtered, shares_keys=True)
             for is_filtered in (True, False)
             for shape in self._can_share()
         ]
-        self._later += [self._kind(*shape, capture, is_filtered=True) for shape in others]
+        self._later += [StepKind(*shape, layers, is_filtered=True) for shape in others]
         # Others are captured when they are needed; their kernels are ready then.
         self.buffers.fill_padding(1)
         self.buffers.upload(1)
-        step = self.two_phase.start(1, 1, self.capture, False)
+        step = self.two_phase.start(StepKind(1, 1, layers, True, True), 1)
         self.two_phase.choose(step, 0).chosen()
 
-    def idle_step(
-        self, batch: int, rows: int, is_filtered: bool = False, shares_keys: bool = False
-    ) -> None:
+    def idle_step(self, kind: StepKind) -> None:
         """Runs a step that belongs to no sequence."""
-        self.buffers.fill_padding(batch)
-        self.buffers.upload(batch)
-        self.start(batch, rows, self.capture, is_filtered, shares_keys).chosen()
+        self.buffers.fill_padding(kind.batch)
+        self.buffers.upload(kind.batch)
+        self.start(kind, kind.batch).chosen()
 
     def capture_next(self) -> bool:
         """Captures a missing step with filters, or with shared keys; returns whether there was one.
@@ -188,9 +170,7 @@ class DecodeGraphs:
         while self._later and not self.shortage.has_come:
             kind = self._later.pop()
             if kind not in self._steps:
-                flags = kind.is_filtered, kind.shares_keys
-                idle_step = partial(self.idle_step, kind.batch, kind.rows, *flags)
-                self._steps.unless_short(kind, idle_step)
+                self._steps.unless_short(kind, partial(self.idle_step, kind))
                 return True
         return False
 
@@ -199,17 +179,6 @@ class DecodeGraphs:
         self._steps.clear()
         self._forwards.clear()
         self.two_phase.close()
-
-    def _kind(
-        self,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        is_filtered: bool = False,
-        shares_keys: bool = False,
-    ) -> StepKind:
-        batch = self.shapes.batch_size(num_sequences)
-        return StepKind(batch, num_rows, tuple(capture), is_filtered, shares_keys=shares_keys)
 
     def _can_share(self) -> list[tuple[int, int]]:
         """Returns the shapes of steps that can read shared keys once."""

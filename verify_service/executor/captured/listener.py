@@ -5,7 +5,8 @@ from typing import Protocol
 
 from foredraft.runner.batch import StepRows
 from verify_service.executor.captured.step import StepKind
-from verify_service.executor.captured.step_buffers import PageUpdate, StepBuffers
+from verify_service.executor.captured.step_buffers import StepBuffers
+from verify_service.executor.records import PageUpdate
 
 
 class StepListener(Protocol):

@@ -18,12 +18,9 @@ from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep, pin
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
 from verify_service.executor.captured.step import DecodeStep, StepKind
-from verify_service.executor.records import record
+from verify_service.executor.records import PageUpdate, record
 
 PAGE_UPDATES = 8192  # maximum number of page table entries in one upload
-
-# Part of a page table: (slot, first entry, pages).
-PageUpdate = tuple[int, int, Sequence[int]]
 
 
 class StepBuffers:

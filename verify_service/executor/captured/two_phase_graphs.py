@@ -3,7 +3,7 @@
 Between the two the host sends what depends on the previous outcome, while the forward runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,6 @@ from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep
 from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.capturing import Capturing, without_logits
 from verify_service.executor.captured.listener import StepListener
-from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.step import DecodeStep, Forward, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.records import STEP
@@ -54,7 +53,6 @@ class TwoPhaseGraphs:
 
     Args:
         step: The computation that is captured.
-        shapes: Shapes that steps are padded to.
         buffers: Buffers of all steps of this computation.
         capturing: Captures the graphs.
         shortage: Whether memory has run out in a capture.
@@ -67,13 +65,12 @@ class TwoPhaseGraphs:
     def __init__(
         self,
         step: DecodeStep,
-        shapes: PaddedShapes,
         buffers: StepBuffers,
         capturing: Capturing,
         shortage: Shortage,
         listener: StepListener | None = None,
     ) -> None:
-        self._step, self._shapes, self._buffers = step, shapes, buffers
+        self._step, self._buffers = step, buffers
         self._capturing, self._listener = capturing, listener
         self.tables = step.two_phase
         self._graphs: Captures[StepKind, _Graphs] = Captures(shortage)
@@ -88,16 +85,9 @@ class TwoPhaseGraphs:
         self.tables.send_trees(self._buffers.turn, self._step.trees)
 
     def prepare(
-        self,
-        num_sequences: int,
-        num_rows: int,
-        capture: Sequence[int],
-        with_logprobs: bool,
-        settle: Callable[[], None] = no_wait,
-    ) -> StepKind:
+        self, kind: StepKind, num_sequences: int, settle: Callable[[], None] = no_wait
+    ) -> None:
         """Captures the graphs of `start`, unless they exist. See `DecodeGraphs.prepare`."""
-        batch = self._shapes.batch_size(num_sequences)
-        kind = StepKind(batch, num_rows, tuple(capture), True, True, with_logprobs)
         if not self.has_graph(kind):
             settle()
         if kind not in self._graphs:
@@ -106,17 +96,14 @@ class TwoPhaseGraphs:
             self._buffers.upload(num_sequences)
             self._graphs.add(kind, partial(self._capture, kind))
             self._buffers.upload(num_sequences)  # capturing has changed the records
-        return kind
 
     def has_graph(self, kind: StepKind) -> bool:
         """See `DecodeGraphs.has_graph`."""
         return self._graphs.has_graphs(kind)
 
-    def start(
-        self, num_sequences: int, num_rows: int, capture: Sequence[int], with_logprobs: bool
-    ) -> TwoPhaseStep:
+    def start(self, kind: StepKind, num_sequences: int) -> TwoPhaseStep:
         """Starts the forward of a step on the records that were sent."""
-        kind = self.prepare(num_sequences, num_rows, capture, with_logprobs)
+        self.prepare(kind, num_sequences)
         if self._listener is not None:
             self._listener.two_phase_step(kind, num_sequences, self._buffers)
         graphs, turn = self._graphs[kind], self._buffers.turn

@@ -19,20 +19,16 @@ from foredraft.runner.batch import StepRows
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs
 from verify_service.executor.captured.step import DecodeStep, StepKind, StepSizes
-from verify_service.executor.captured.step_buffers import PageUpdate, StepBuffers
+from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.ranks import messages
 from verify_service.executor.ranks.board import Board
 from verify_service.executor.ranks.messages import Kind
+from verify_service.executor.records import PageUpdate
 
 # Follows a message's header. The layers come next, then the records of all sequences, padding
 # included.
-STEP = Layout(
-    ("num_rows", np.int32),
-    ("is_filtered", np.int32),
-    ("is_two_phase", np.int32),
-    ("with_logprobs", np.int32),
-    ("shares_keys", np.int32),
-)
+FLAGS = ("is_filtered", "is_two_phase", "with_logprobs", "shares_keys")  # of a `StepKind`, in order
+STEP = Layout(("num_rows", np.int32), *((flag, np.int32) for flag in FLAGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +97,7 @@ class StepSender:
         self, message: Kind, kind: StepKind, num_sequences: int, buffers: StepBuffers
     ) -> None:
         header = messages.header(message, num_sequences, len(kind.capture))
-        numbers = (
-            kind.rows,
-            kind.is_filtered,
-            kind.is_two_phase,
-            kind.with_logprobs,
-            kind.shares_keys,
-        )
-        step = messages.packed(STEP, [numbers])
+        step = messages.packed(STEP, [(kind.rows, *(getattr(kind, flag) for flag in FLAGS))])
         layers = np.asarray(kind.capture, np.int32).tobytes()
         self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
 
@@ -154,7 +143,7 @@ class GraphFollower:
 
     def __init__(self, graphs: DecodeGraphs, mixed: MixedGraphs) -> None:
         self._graphs, self._mixed = graphs, mixed
-        self._pages: list[messages.PageUpdate] = []  # parts of page tables for the next step
+        self._pages: list[PageUpdate] = []  # parts of page tables for the next step
 
     def follow(self, kind: Kind, message: bytes) -> None:
         """Carries out a message."""
@@ -181,27 +170,27 @@ class GraphFollower:
         graphs, buffers = self._graphs, self._graphs.buffers
         rest = messages.Reader(message)
         count, [step] = rest.count, rest.records(STEP, 1)
-        capture, num_rows = rest.ints(rest.num_layers), int(step["num_rows"])
+        own = StepKind(
+            graphs.shapes.batch_size(count),
+            int(step["num_rows"]),
+            tuple(rest.ints(rest.num_layers)),
+            *(bool(step[flag]) for flag in FLAGS),
+        )
         buffers.settle()
         buffers.records(count)
         self._set_pages()
         block = buffers.block(count)
         block[:] = rest.words(block.size).reshape(block.shape)
         buffers.upload(count)
-        with_logprobs = bool(step["with_logprobs"])
-        flags = bool(step["is_filtered"]), bool(step["shares_keys"])
         if kind is Kind.STEP:
-            graphs.start(count, num_rows, capture, *flags)
+            graphs.start(own, count)
         elif kind is Kind.GRAPH_FORWARD:
-            graphs.forward(count, num_rows, capture)
+            graphs.forward(own, count)
             torch.cuda.current_stream().synchronize()
-        elif kind is Kind.PREPARE and step["is_two_phase"]:
-            graphs.two_phase.prepare(count, num_rows, capture, with_logprobs)
         elif kind is Kind.PREPARE:
-            graphs.prepare(count, num_rows, capture, *flags)
+            graphs.graphs_of(own).prepare(own, count)
         else:
-            two_phase = graphs.two_phase.start(count, num_rows, capture, with_logprobs)
-            graphs.two_phase.choose(two_phase, 0)
+            graphs.two_phase.choose(graphs.two_phase.start(own, count), 0)
 
     def _set_pages(self) -> None:
         self._graphs.buffers.set_pages(self._pages)

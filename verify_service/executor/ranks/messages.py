@@ -15,6 +15,7 @@ import torch
 from foredraft.record_layout import WORD, Layout
 from foredraft.runner.batch import SequenceRows, StepRows
 from foredraft.sampling.rows import SamplingRows
+from verify_service.executor.records import PageUpdate
 
 
 class Kind(IntEnum):
@@ -76,7 +77,6 @@ CHOICE = Layout(
 )
 LOGITS = ("all", "last", "none")
 
-PageUpdate = tuple[int, int, Sequence[int]]  # slot, first entry, pages
 Path = tuple[Sequence[int], int, Sequence[int]]  # page table, committed keys, accepted rows
 
 
