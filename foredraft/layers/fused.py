@@ -6,6 +6,7 @@ Triton is imported on first use. No call reads a value of the device, so that al
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.padded_rows import new_rows
 from foredraft.parallel.group import SINGLE, Group, SumGroup
 from foredraft.parallel.peer_memory import PeerMemory, constants_of
+
+
+class _Norm(NamedTuple):
+    """The norm of a row, and the one of what is added to the row before; see `add_norm`."""
+
+    weight: torch.Tensor
+    eps: float
+    full_precision: bool
+    post: tuple[torch.Tensor, float] | None = None
 
 
 def on_gpu(x: torch.Tensor) -> bool:
@@ -38,7 +48,7 @@ def rms_norm(
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     result = new_rows(rows, *rows.shape) if out is None else out
-    _norm(rows, None, None, 0.0, weight, eps, full_precision, result, None, None)
+    _norm(rows, _Norm(weight, eps, full_precision), result)
     return result if out is not None or x.dim() == 2 else result.view(x.shape)
 
 
@@ -61,7 +71,7 @@ def norm_of_rows(
         copy: [m, size], where the rows themselves go; may be a part of wider rows.
         reader: See `add_norm`.
     """
-    return _norm(table, None, None, 0.0, weight, eps, full_precision, out, copy, rows, reader)
+    return _norm(table, _Norm(weight, eps, full_precision), out, copy, reader, picked=rows)
 
 
 def add_norm(
@@ -87,17 +97,17 @@ def add_norm(
             rounded for it, but not where ranks exchange them in the kernel.
     """
     out, num_rows = new_rows(stream, *stream.shape), stream.shape[0]
-    post_weight, post_eps = post if post is not None else (None, 0.0)
-    own = post_weight, post_eps, weight, eps, full_precision, out, copy
+    norm = _Norm(weight, eps, full_precision, post)
     gathered: torch.Tensor | None = None
     if group.size > 1 and num_rows:
         memory = group.memory_for(num_rows, stream.shape[1], stream.dtype)
         if memory is not None:
-            _norm_of_ranks(stream, delta, *own, memory, reader)
+            _norm_of_ranks(stream, norm, out, copy, reader, delta, memory)
             return Normed(out)
         delta = sum_of_parts(delta, stream.dtype)
         gathered = group.gathered(delta)
-    return Normed(out, _norm(stream, delta, *own, None, reader, gathered, group.rank))
+    rounded = _norm(stream, norm, out, copy, reader, delta, gathered=gathered, rank=group.rank)
+    return Normed(out, rounded)
 
 
 def sum_of_parts(delta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,19 +128,16 @@ def sum_of_parts(delta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _norm_of_ranks(
     x: torch.Tensor,
-    delta: torch.Tensor,
-    post_weight: torch.Tensor | None,
-    post_eps: float,
-    weight: torch.Tensor,
-    eps: float,
-    full_precision: bool,
+    norm: _Norm,
     out: torch.Tensor,
     copy: torch.Tensor | None,
-    memory: PeerMemory,
     reader: LinearMethod | None,
+    delta: torch.Tensor,
+    memory: PeerMemory,
 ) -> None:
     from foredraft.layers import triton_kernels
 
+    post_weight, post_eps = norm.post or (norm.weight, 0.0)
     num_rows, size = out.shape
     block, programs = power_of_two(size), min(num_rows, memory.num_programs)
     parts = delta if delta.dim() == 3 else delta[None]
@@ -138,12 +145,12 @@ def _norm_of_ranks(
     # For four programs of 8 warps on a multiprocessor.
     registers = 64 if num_rows > programs else None
     triton_kernels.norm_of_ranks[(programs,)](
-        x, parts, weight if post_weight is None else post_weight, weight, out,
+        x, parts, post_weight, norm.weight, out,
         x if copy is None else copy, *exchange.exchange_arguments,
         x.stride(0), parts.stride(1), parts.stride(0), out.stride(0),
-        0 if copy is None else copy.stride(0), num_rows, size, eps, post_eps,
-        BLOCK=block, PARTS=len(parts), POST=post_weight is not None, COPIES=copy is not None,
-        FULL=full_precision, num_warps=min(16, max(1, block // 512)), maxnreg=registers,
+        0 if copy is None else copy.stride(0), num_rows, size, norm.eps, post_eps,
+        BLOCK=block, PARTS=len(parts), POST=norm.post is not None, COPIES=copy is not None,
+        FULL=norm.full_precision, num_warps=min(16, max(1, block // 512)), maxnreg=registers,
         EARLY=_is_early(reader, num_rows), **constants_of(exchange), **overlapped(x.device),
     )  # fmt: skip
 
@@ -176,21 +183,18 @@ def rows_of_ranks(
 
 def _norm(
     x: torch.Tensor,
-    delta: torch.Tensor | None,
-    post_weight: torch.Tensor | None,
-    post_eps: float,
-    weight: torch.Tensor,
-    eps: float,
-    full_precision: bool,
+    norm: _Norm,
     out: torch.Tensor,
-    copy: torch.Tensor | None,
-    picked: torch.Tensor | None,
+    copy: torch.Tensor | None = None,
     reader: LinearMethod | None = None,
+    delta: torch.Tensor | None = None,
+    picked: torch.Tensor | None = None,
     gathered: torch.Tensor | None = None,
     rank: int = 0,
 ) -> RoundedRows | None:
     from foredraft.layers import triton_kernels
 
+    post_weight, post_eps = norm.post or (norm.weight, 0.0)
     num_rows, size = out.shape
     if not num_rows:
         return None
@@ -205,13 +209,13 @@ def _norm(
     ranks, rank_stride = (1, 0) if gathered is None else (len(gathered), gathered.stride(0))
     triton_kernels.norm[(num_rows,)](
         x, x if delta is None else delta, x if gathered is None else gathered,
-        weight if post_weight is None else post_weight, weight, out, x if copy is None else copy,
+        post_weight, norm.weight, out, x if copy is None else copy,
         x if picked is None else picked, numbers, scales,
         x.stride(0), 0 if delta is None else delta.stride(0), part_stride, rank_stride,
-        out.stride(0), 0 if copy is None else copy.stride(0), size, eps, post_eps,
+        out.stride(0), 0 if copy is None else copy.stride(0), size, norm.eps, post_eps,
         BLOCK=block, ADDS=delta is not None, PARTS=parts, RANK=rank, RANKS=ranks,
-        POST=post_weight is not None, COPIES=copy is not None, PICKS=picked is not None,
-        FULL=full_precision, ROUNDS=0 if rounds is None else rounds or 1,
+        POST=norm.post is not None, COPIES=copy is not None, PICKS=picked is not None,
+        FULL=norm.full_precision, ROUNDS=0 if rounds is None else rounds or 1,
         EARLY=_is_early(reader, num_rows), num_warps=min(16, max(1, block // 512)),
         **overlapped(x.device),
     )  # fmt: skip
