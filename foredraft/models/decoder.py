@@ -214,7 +214,7 @@ class DecoderModel(nn.Module):
         found, first = [], 0
         for rows, group in shares:
             plan = attention.plan(rows, kv, self._windows, self.group_size)
-            found.append(Part(first, rows, plan, group))
+            found.append(Part(first, rows, kv, attention, plan, group))
             first += rows.num_rows
         return found
 
@@ -246,12 +246,11 @@ class DecoderModel(nn.Module):
         if 0 in copies:
             copies[0].copy_(stream)
         parts = self.plan(batch, kv, attention) if plan is None else plan
-        run = functools.partial(self._layers, kv=kv, attention=attention)
         if len(parts) == 1:
-            runs = [run(parts[0], x, stream, angles, copies)]
+            runs = [self._layers(parts[0], x, stream, angles, copies)]
         else:
             runs = [
-                run(
+                self._layers(
                     part,
                     Normed(part.of(x.rows)),
                     part.of(stream),
@@ -274,8 +273,6 @@ class DecoderModel(nn.Module):
         stream: torch.Tensor,
         angles: Mapping[RopeConfig, Angles],
         copies: Mapping[int, torch.Tensor],
-        kv: PagedKV,
-        attention: AttentionBackend,
     ) -> Generator[None, None, torch.Tensor]:
         """Computes the hidden states of a part's rows, in two steps for each layer."""
         after: list[tuple[RMSNorm, Linear | None]] = [
@@ -285,7 +282,7 @@ class DecoderModel(nn.Module):
         for index in self._layers_to_run(copies):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy = copies.get(index + 1)
-            x = yield from layer(x, stream, rope, index, part, kv, attention, *after[index], copy)
+            x = yield from layer(x, stream, rope, part, *after[index], copy)
         return x.rows
 
     @contextmanager

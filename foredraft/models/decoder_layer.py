@@ -25,12 +25,17 @@ class Part:
 
     Attributes:
         first: Index of the first row in the forward.
-        plan: Plan of the attention backend.
+        batch: The rows.
+        kv: Cache that their keys and values go to.
+        attention: Attention backend.
+        plan: The backend's plan of the rows.
         group: Ranks that compute these rows together.
     """
 
     first: int
     batch: Batch
+    kv: PagedKV
+    attention: AttentionBackend
     plan: object
     group: SumGroup
 
@@ -53,6 +58,7 @@ class DecoderLayer(nn.Module):
         group: Group,
     ) -> None:
         super().__init__()
+        self._layer = layer
         offset = config.norm_offset != 0.0
 
         def norm() -> RMSNorm:
@@ -71,10 +77,7 @@ class DecoderLayer(nn.Module):
         x: Normed,
         stream: torch.Tensor,
         angles: Angles,
-        layer: int,
         part: Part,
-        kv: PagedKV,
-        attention: AttentionBackend,
         next_norm: RMSNorm,
         next_reader: Linear | None,
         copy: torch.Tensor | None,
@@ -92,7 +95,8 @@ class DecoderLayer(nn.Module):
             next_reader: Layer that reads the result first; None for none that gains from it.
             copy: Second place for the stream after this layer, or None.
         """
-        own, group = (angles, layer, part.batch, kv, attention, part.plan), part.group
+        group = part.group
+        own = angles, self._layer, part.batch, part.kv, part.attention, part.plan
         # Attention's result is let go before the MLP, which may use its memory.
         delta = group.begin_sum(self.attention(x.rows, *own, later=True, rounded=x.rounded))
         yield
