@@ -18,6 +18,7 @@ from draft_service.drafters.module_chain import ModuleChainMethod
 from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
 from draft_service.drafters.standalone import ModelMethod
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.models.draft_head import DraftHead, HeadSpec, SharedWeights
 from draft_service.models.eagle import EagleHead
 from draft_service.models.eagle3 import Eagle3Head
@@ -39,7 +40,7 @@ from testing.drafts import attach_request
 
 BF16, PAGE, NUM_PAGES = torch.bfloat16, 16, 64
 STEPS, TOPK, TOKENS = 5, 8, 32
-LIMITS = (STEPS, TOPK, TOKENS - 1)
+LIMITS = TreeLimits(STEPS, TOPK, TOKENS - 1)
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

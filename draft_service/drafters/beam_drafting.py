@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from draft_service.drafters.paged_sequences import PagedSequence
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.attention.base import AttentionBackend
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
@@ -23,7 +24,7 @@ class TreeRequest:
 
     Attributes:
         sequence: Sequence that the tree continues.
-        limits: (steps, topk, nodes), the largest tree wanted.
+        limits: Limits of the tree.
         logits: [V], logits of the newest token; None for a drafter whose rows are still to be
             computed.
         feature: [H], features of the newest token, for a head that reads its own output of the
@@ -31,7 +32,7 @@ class TreeRequest:
     """
 
     sequence: PagedSequence
-    limits: tuple[int, int, int]
+    limits: TreeLimits
     logits: torch.Tensor | None = None
     feature: torch.Tensor | None = None
 
@@ -104,9 +105,7 @@ class BeamDrafter:
 
     def draft(self, requests: Sequence[TreeRequest]) -> list[DraftTree]:
         """Returns a tree for each request, in their order."""
-        groups: dict[tuple[int, int], list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.limits[:2], []).append(index)
+        groups = grouped(requests)
         beams = [
             _Beams([requests[i] for i in indices], self._ordering, self._runner.token_map)
             for indices in groups.values()
@@ -159,9 +158,17 @@ class BeamDrafter:
         return rows
 
 
+def grouped(requests: Sequence[TreeRequest]) -> dict[tuple[int, int], list[int]]:
+    """Returns the indices of requests for trees that grow together, by their steps and topk."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault((request.limits.steps, request.limits.topk), []).append(index)
+    return groups
+
+
 def empty_trees(
     sequences: Sequence[PagedSequence],
-    limits: tuple[int, int, int],
+    limits: TreeLimits,
     ordering: Ordering,
     device: torch.device,
 ) -> BeamTree:
@@ -169,7 +176,7 @@ def empty_trees(
 
     Args:
         sequences: Sequences that the trees continue; coupled drafts follow their sampling.
-        limits: (steps, topk, nodes) of the largest tree.
+        limits: Limits of the largest tree.
         ordering: Order in which children of a node are chosen.
         device: Device of the logits.
     """
@@ -198,10 +205,10 @@ class _Beams:
         self.features = torch.stack(features)[:, None] if features else None  # [B, K, H]
         self.tokens: list[list[int]] = []
         self.level = -1
-        self._max_nodes = [request.limits[2] for request in requests]
+        self._max_nodes = [request.limits.nodes for request in requests]
         self.tree = empty_trees(
             [request.sequence for request in requests],
-            (self.num_steps, self.topk, max(self._max_nodes)),
+            TreeLimits(self.num_steps, self.topk, max(self._max_nodes)),
             ordering,
             self.logits.device,
         )

@@ -63,7 +63,7 @@ class BlockMethod(DraftMethod):
             return []
         draft, options = self._draft_model, self._draft_model.options
         hidden = self._block_states(requests)[:, int(not options.from_anchor) :]
-        deepest = max(request.limits[0] for request in requests)
+        deepest = max(request.limits.steps for request in requests)
         hidden = hidden[:, :deepest]
         # All depths in one product: the LM head is read once.
         logits = draft.lm_head(hidden.reshape(-1, hidden.shape[-1]))

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draft_service.drafters.beam_drafting import TreeRequest, empty_trees
+from draft_service.drafters.beam_drafting import TreeRequest, empty_trees, grouped
 from draft_service.drafters.paged_sequences import PagedSequence
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.runner.batch import SequenceRows
 from foredraft.trees.draft_tree import EMPTY, DraftTree
 from foredraft.trees.tree_building import Ordering
@@ -34,14 +35,11 @@ def draft_trees(
             the target's.
         device: Device of the logits.
     """
-    groups: dict[tuple[int, int], list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault(request.limits[:2], []).append(index)
     trees: list[DraftTree] = [EMPTY] * len(requests)
-    for (num_steps, topk), indices in groups.items():
+    for (num_steps, topk), indices in grouped(requests).items():
         sequences = [requests[i].sequence for i in indices]
-        nodes = [requests[i].limits[2] for i in indices]
-        tree = empty_trees(sequences, (num_steps, topk, max(nodes)), ordering, device)
+        nodes = [requests[i].limits.nodes for i in indices]
+        tree = empty_trees(sequences, TreeLimits(num_steps, topk, max(nodes)), ordering, device)
         newest = [sequence.last_token or 0 for sequence in sequences]
         previous = torch.tensor(newest, dtype=torch.int64, device=device)[:, None]
         beams: torch.Tensor | None = None

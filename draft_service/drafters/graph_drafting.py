@@ -18,6 +18,7 @@ from draft_service.drafters.hidden_source import HiddenSource
 from draft_service.drafters.paged_sequences import Continuation, Extension, PagedSequence
 from draft_service.drafters.record_headers import RecordHeaders
 from draft_service.drafters.tree_answers import add_trees
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.metrics import AHEAD_STEPS
 from draft_service.steps.graphs import DraftGraphs
 from draft_service.steps.records import record
@@ -315,14 +316,14 @@ class GraphDrafting:
 
     def _answer(
         self,
-        wanted: Mapping[int, tuple[int, int, int] | None],
+        wanted: Mapping[int, TreeLimits | None],
         slots: npt.NDArray[np.int64],
         count: int,
         response: draft_pb2.StepResponse,
     ) -> None:
         """Adds the trees of a finished step of `count` sequences; see `add_trees`."""
         shape = self.graphs.shape
-        whole = (shape.num_steps, shape.topk, shape.num_nodes)
+        whole = TreeLimits(shape.num_steps, shape.topk, shape.num_nodes)
         add_trees(response, self.graphs.trees(count), slots, wanted, whole)
 
 

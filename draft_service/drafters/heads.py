@@ -22,9 +22,10 @@ from draft_service.drafters.paged import (
     device_of,
     weight_bytes,
 )
-from draft_service.drafters.paged_proposer import Limits, PagedProposer
+from draft_service.drafters.paged_proposer import PagedProposer
 from draft_service.drafters.parallel_method import ParallelMethod
 from draft_service.drafters.target_weights import TargetWeights
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.models.block_draft import BlockDraft
 from draft_service.models.draft_head import DraftHead, LevelHead
 from draft_service.models.head_loader import load_head
@@ -61,7 +62,7 @@ class HeadDrafter(PagedDrafter):
         target: Configuration of the target that the head was trained for.
         name: Name of the head.
         fingerprint: Fingerprint of the target's tokenizer; empty without one.
-        limits: (steps, topk, draft tokens), used where a verifier sets none.
+        limits: See `PagedDrafter`.
         options: See `PagedDrafter`.
         target_weights: On a GPU, the target's weights that the head uses; None where they are
             loaded with the head.
@@ -73,7 +74,7 @@ class HeadDrafter(PagedDrafter):
         target: ModelConfig,
         name: str,
         fingerprint: str,
-        limits: tuple[int, int, int],
+        limits: TreeLimits,
         options: DrafterOptions | None = None,
         target_weights: TargetWeights | None = None,
     ) -> None:
@@ -138,7 +139,7 @@ class HeadDrafter(PagedDrafter):
             target,
             Path(given).name if given else path.name,
             kept_fingerprint(target_path),
-            config.tree_limits,
+            TreeLimits.of(config.tree_limits),
             DrafterOptions.of(config, path, head.config.layer.quantization, device),
             TargetWeights(head, shared) if on_host else None,
         )
@@ -162,7 +163,7 @@ class HeadDrafter(PagedDrafter):
                 width=self._head.hidden_width,
                 dtype=codec.to_message(self._dtype),
             ),
-            limits=self.tree_limits,
+            limits=self._limits.message,
             proposes=draft_pb2.PROPOSAL_SHAPE_BLOCKS if is_block else self.proposes,
             cost=draft_pb2.DRAFT_COST_PER_PROPOSAL if is_block else draft_pb2.DRAFT_COST_PER_LEVEL,
             vocab_size=self._target.vocab_size,
@@ -238,11 +239,11 @@ class HeadDrafter(PagedDrafter):
                 request.max_context,
             )
 
-    def _scratch_rows(self, limits: Limits) -> int:
+    def _scratch_rows(self, limits: TreeLimits) -> int:
         block = self._head.config.block
         return super()._scratch_rows(limits) if block is None else block.block_size
 
-    def _check_limits(self, limits: Limits) -> None:
+    def _check_limits(self, limits: TreeLimits) -> None:
         super()._check_limits(limits)
         steps, topk, _ = limits
         columns = self._head.lm_head.weight.shape[0]

@@ -18,6 +18,7 @@ from draft_service.drafters.beam_drafting import TreeRequest, empty_trees
 from draft_service.drafters.extending import Run, ending, forwards
 from draft_service.drafters.head_method import StatesMethod
 from draft_service.drafters.paged_sequences import Extension, PagedSequence
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.steps.head_runner import HeadRunner
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.transport.base import HiddenReader
@@ -136,7 +137,7 @@ class ModuleChainMethod(StatesMethod):
             0,
             [],
         )
-        wanted = min(extension.limits[0], self._num_modules) if extension.limits else 0
+        wanted = min(extension.limits.steps, self._num_modules) if extension.limits else 0
         return _Window(sequence, start, tokens, features, wanted, [])
 
     def _chains(self) -> list[tuple[BeamTree, list[_Window]]]:
@@ -148,7 +149,7 @@ class ModuleChainMethod(StatesMethod):
         chains = []
         for steps, windows in groups.items():
             sequences = [window.sequence for window in windows]
-            limits = steps, 1, steps
+            limits = TreeLimits(steps, 1, steps)
             tree = empty_trees(sequences, limits, self._ordering, self.sizes.device)
             chains.append((tree, windows))
         return chains

@@ -8,6 +8,7 @@ import time
 from draft_service.drafters.base import Drafter, Proposer
 from draft_service.drafters.seen_text import SeenText, rules_of
 from draft_service.drafters.slots import check_position, check_slots, check_tokens
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft import __version__
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.api.tensor.v1 import tensor_pb2
@@ -23,15 +24,14 @@ class NgramDrafter(Drafter):
     def __init__(self, config: SpeculationConfig) -> None:
         self._rules = rules_of(config, config.speculative_ngram_min_match_window_size)
         self._capacity = config.speculative_ngram_capacity
-        self._limits = config.tree_limits
+        self._limits = TreeLimits.of(config.tree_limits)
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Describes the drafter, which takes any vocabulary and keeps no KV."""
-        steps, topk, tokens = self._limits
         return draft_pb2.GetDraftInfoResponse(
             algorithm="NGRAM",
             transports=[tensor_pb2.TRANSPORT_INLINE],
-            limits=draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=tokens),
+            limits=self._limits.message,
             proposes=draft_pb2.PROPOSAL_SHAPE_TREES,
             cost=draft_pb2.DRAFT_COST_FREE,
             version=__version__,
@@ -52,14 +52,13 @@ class NgramProposer(Proposer):
         self,
         text: SeenText,
         attach: draft_pb2.AttachRequest,
-        limits: tuple[int, int, int],
+        limits: TreeLimits,
     ) -> None:
         self._text = text
         self._max_batch = attach.max_batch
         self._vocab_size = attach.vocab_size
         self._max_context = attach.max_context
-        self._num_steps, self._topk, num_tokens = limits
-        self._max_nodes = num_tokens - 1
+        self._num_steps, self._topk, self._max_nodes = limits
 
     def is_brief(self, request: draft_pb2.StepRequest) -> bool:
         """Returns whether the step is short: decoding is, prompts are not."""

@@ -17,7 +17,8 @@ from draft_service.drafters.extending import GPU_CHUNK_ROWS
 from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.method import DraftMethod
 from draft_service.drafters.ngram_override import NgramOverride, OverrideSettings
-from draft_service.drafters.paged_proposer import Limits, PagedProposer
+from draft_service.drafters.paged_proposer import PagedProposer
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.attention.choice import attention_for, device_for
 from foredraft.config.services import DraftConfig
@@ -143,7 +144,7 @@ class PagedDrafter(Drafter):
         dtype: Data type of the KV.
         device: Device of the model and the KV.
         fingerprint: Fingerprint of the tokenizer; empty without one.
-        limits: (steps, topk, draft tokens), used where a verifier sets none.
+        limits: Limits of trees, used where a verifier sets none.
         options: How the model was loaded, and how its steps run.
 
     Attributes:
@@ -161,7 +162,7 @@ class PagedDrafter(Drafter):
         dtype: torch.dtype,
         device: torch.device,
         fingerprint: str,
-        limits: tuple[int, int, int],
+        limits: TreeLimits,
         options: DrafterOptions,
     ) -> None:
         self._config = config
@@ -170,20 +171,12 @@ class PagedDrafter(Drafter):
         self.attention = attention_for(device)
         self.graphs = options.graphs
         self._source, self._ngrams = options.source, options.ngrams
-        self._fingerprint = fingerprint
-        steps, topk, tokens = limits
-        self._limits: Limits = (steps, topk, tokens - 1)
-
-    @property
-    def tree_limits(self) -> draft_pb2.TreeLimits:
-        """Returns the limits of the largest trees."""
-        steps, topk, nodes = self._limits
-        return draft_pb2.TreeLimits(num_steps=steps, topk=topk, num_draft_tokens=nodes + 1)
+        self._fingerprint, self._limits = fingerprint, limits
 
     @property
     def proposes(self) -> draft_pb2.ProposalShape:
         """Returns the shape of proposals of a drafter that works level by level."""
-        is_chain = self._limits[1] == 1
+        is_chain = self._limits.topk == 1
         return draft_pb2.PROPOSAL_SHAPE_CHAINS if is_chain else draft_pb2.PROPOSAL_SHAPE_TREES
 
     def attach(
@@ -197,12 +190,11 @@ class PagedDrafter(Drafter):
         self, request: draft_pb2.AttachRequest
     ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
         """Allocates KV for the verifier's pages, and scratch."""
-        asked = request.limits
-        steps, topk, nodes = self._limits
-        limits = (
-            asked.num_steps or steps,
-            asked.topk or topk,
-            asked.num_draft_tokens - 1 if asked.num_draft_tokens else nodes,
+        asked, own = request.limits, self._limits
+        limits = TreeLimits(
+            asked.num_steps or own.steps,
+            asked.topk or own.topk,
+            asked.num_draft_tokens - 1 if asked.num_draft_tokens else own.nodes,
         )
         self._check_limits(limits)
         scratch = Scratch(
@@ -246,7 +238,7 @@ class PagedDrafter(Drafter):
         info.device_uuid = cuda.uuid_of(self._kv_device)
         # N-grams are looked up on the host, which must know the tokens.
         info.device_steps = self.has_fixed_steps and self._ngrams is None
-        topk = self._limits[1]
+        topk = self._limits.topk
         # Scratch takes whole pages.
         num_rows = self._scratch_rows(self._limits) + PAGE_SLACK
         info.bytes_per_sequence = info.kv_bytes_per_token * num_rows
@@ -268,17 +260,13 @@ class PagedDrafter(Drafter):
     def _check_target(self, request: draft_pb2.AttachRequest) -> None:
         """Raises AttachRefused if the draft is for another target."""
 
-    def _scratch_rows(self, limits: Limits) -> int:
-        """Returns the number of drafted tokens of one sequence that need KV.
+    def _scratch_rows(self, limits: TreeLimits) -> int:
+        """Returns the number of drafted tokens of one sequence that need KV."""
+        return max(1, (limits.steps - 1) * limits.topk)
 
-        Args:
-            limits: (steps, topk, nodes) of the largest tree.
-        """
-        return max(1, (limits[0] - 1) * limits[1])
-
-    def _check_limits(self, limits: Limits) -> None:
-        """Raises AttachRefused if no trees of these limits (steps, topk, nodes) can be built."""
-        if limits[2] < 1:
+    def _check_limits(self, limits: TreeLimits) -> None:
+        """Raises AttachRefused if no trees of these limits can be built."""
+        if limits.nodes < 1:
             raise AttachRefused("limits.num_draft_tokens", "must be at least 2, the root included")
 
     def _check(self, request: draft_pb2.AttachRequest) -> None:

@@ -16,6 +16,7 @@ from draft_service.drafters.method import DraftMethod, ordering_of
 from draft_service.drafters.ngram_override import NgramOverride
 from draft_service.drafters.paged_sequences import PagedSequences
 from draft_service.drafters.step_shape import draft_shape, handed_on
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.steps.draft_step import StepOptions
 from draft_service.steps.graphs import DraftGraphs
 from foredraft.api.draft.v1 import draft_pb2
@@ -27,8 +28,6 @@ from foredraft.runner.aside import ran_out
 # 0.25 ms of the 3 to 4 ms of a small head's step.
 BRIEF_SECONDS = 0.02
 
-Limits = tuple[int, int, int]  # (steps, topk, nodes) of a tree; nodes are without the root
-
 
 class PagedProposer(Proposer):
     """Runs the steps of one verifier: extends by what was committed, then drafts.
@@ -36,7 +35,7 @@ class PagedProposer(Proposer):
     Args:
         method: Computes the steps.
         attach: The verifier's sizes.
-        limits: (steps, topk, nodes) of the largest tree.
+        limits: Limits of trees.
         graphs: Settings of steps of fixed shape; None where steps have none.
 
     Attributes:
@@ -51,7 +50,7 @@ class PagedProposer(Proposer):
         self,
         method: DraftMethod,
         attach: draft_pb2.AttachRequest,
-        limits: Limits,
+        limits: TreeLimits,
         graphs: GraphSettings | None = None,
     ) -> None:
         self._method, self._device = method, method.sizes.device

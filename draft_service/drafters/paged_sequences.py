@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draft_service.drafters.slots import check_position, check_slots, check_tokens
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.rpc.sampling import read_sampling
@@ -49,14 +50,14 @@ class Extension:
         tokens: The committed tokens.
         hidden: The target's hidden states of the positions before the tokens; None for drafts that
             read none.
-        limits: (steps, topk, nodes) of the tree, each at least 1; None where no tree is wanted.
+        limits: Limits of the tree, each at least 1; None where no tree is wanted.
     """
 
     sequence: PagedSequence
     start: int
     tokens: list[int]
     hidden: draft_pb2.HiddenRows | None
-    limits: tuple[int, int, int] | None
+    limits: TreeLimits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class PagedSequences:
 
     Args:
         attach: The verifier's sizes.
-        limits: (steps, topk, nodes) of the largest tree.
+        limits: Limits of trees.
         shift: Distance from a token's key index to its position: 1 for heads, whose key p belongs
             to the hidden state of position p and the token after it.
 
@@ -91,9 +92,7 @@ class PagedSequences:
 
     on_pages: Callable[[int, int, list[int]], None] | None = None
 
-    def __init__(
-        self, attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], shift: int = 0
-    ) -> None:
+    def __init__(self, attach: draft_pb2.AttachRequest, limits: TreeLimits, shift: int = 0) -> None:
         self._attach = attach
         # Local copies, since every sequence of every step reads them.
         self._page_size = attach.page_size
@@ -143,7 +142,7 @@ class PagedSequences:
         is_repeated = self._newest == request
         if is_repeated and self._again is not None:
             for one in self._again:
-                one.sequence.num_ahead += self._limits[0] + 1
+                one.sequence.num_ahead += self._limits.steps + 1
             return self._again
         self._newest = self._again = None
         for slot in request.released_slots:
@@ -170,7 +169,7 @@ class PagedSequences:
         if new_pages := message.new_pages:
             self._replace_pages(sequence, message.first_page, list(new_pages))
         start = -1 if sequence.num_ahead else sequence.num_keys
-        sequence.num_ahead += self._limits[0] + 1
+        sequence.num_ahead += self._limits.steps + 1
         sequence.last_token = None
         return Continuation(sequence, start, row, message.HasField("propose"))
 
@@ -244,14 +243,14 @@ class PagedSequences:
 
     def _tree_limits(
         self, wanted: draft_pb2.TreeLimits, sequence: PagedSequence
-    ) -> tuple[int, int, int] | None:
+    ) -> TreeLimits | None:
         steps, topk, nodes = self._limits
         steps = min(steps, wanted.num_steps or steps)
         topk = min(topk, wanted.topk or topk)
         nodes = min(nodes, wanted.num_draft_tokens - 1 if wanted.num_draft_tokens else nodes)
         # No path can be longer than the number of nodes, or than the context's room.
         steps = min(steps, nodes, self._max_context - sequence.num_tokens)
-        return (steps, topk, nodes) if steps > 0 else None
+        return TreeLimits(steps, topk, nodes) if steps > 0 else None
 
 
 def _sampling_params(message: draft_pb2.Sampling) -> SamplingParams:

@@ -46,7 +46,7 @@ class ParallelMethod(StatesMethod):
         if not requests:
             return []
         first = torch.stack([request.logits for request in requests if request.logits is not None])
-        num_masks = max(request.limits[0] for request in requests) - 1
+        num_masks = max(request.limits.steps for request in requests) - 1
         logits = first[:, None]
         if num_masks:
             rows = [

@@ -19,8 +19,8 @@ from draft_service.drafters.paged import (
     device_of,
     weight_bytes,
 )
-from draft_service.drafters.paged_proposer import Limits
 from draft_service.drafters.paged_sequences import Extension
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.models.shared_weights import read_token_map, reduce_vocabulary
 from draft_service.steps.ahead_step import AheadStep, num_levels
 from draft_service.steps.draft_step import StepOptions
@@ -52,7 +52,7 @@ class StandaloneDrafter(PagedDrafter):
         model: The loaded draft model.
         name: Name of the draft model.
         fingerprint: Fingerprint of its tokenizer; empty without one.
-        limits: (steps, topk, draft tokens), used where a verifier sets none.
+        limits: See `PagedDrafter`.
         token_map: int64, token ids that the model's LM head is reduced to (FR-Spec); None for the
             whole vocabulary.
         options: See `PagedDrafter`.
@@ -63,7 +63,7 @@ class StandaloneDrafter(PagedDrafter):
         model: DecoderModel,
         name: str,
         fingerprint: str,
-        limits: Limits,
+        limits: TreeLimits,
         token_map: torch.Tensor | None = None,
         options: DrafterOptions | None = None,
     ) -> None:
@@ -103,7 +103,8 @@ class StandaloneDrafter(PagedDrafter):
         convert_linears(model, flag, device)
         name = Path(config.speculative_draft_model_path).name.removesuffix(".gguf")
         options = DrafterOptions.of(config, path, model.config.quantization, device)
-        return cls(model, name, kept_fingerprint(path), config.tree_limits, token_map, options)
+        limits = TreeLimits.of(config.tree_limits)
+        return cls(model, name, kept_fingerprint(path), limits, token_map, options)
 
     def info(self) -> draft_pb2.GetDraftInfoResponse:
         """Describes the draft, which needs the target's tokenizer and no hidden states."""
@@ -114,7 +115,7 @@ class StandaloneDrafter(PagedDrafter):
             kv_bytes_per_token=config.kv_bytes_per_token(self._dtype.itemsize),
             weight_bytes=weight_bytes(self._model),
             transports=[tensor_pb2.TRANSPORT_INLINE],
-            limits=self.tree_limits,
+            limits=self._limits.message,
             proposes=self.proposes,
             cost=draft_pb2.DRAFT_COST_PER_LEVEL,
             vocab_size=config.vocab_size,
@@ -136,10 +137,10 @@ class StandaloneDrafter(PagedDrafter):
     def _drafts_ahead(self) -> bool:
         return self.graphs is not None and self.graphs.drafts_ahead
 
-    def _scratch_rows(self, limits: Limits) -> int:
-        return num_levels(limits[0]) if self._drafts_ahead else super()._scratch_rows(limits)
+    def _scratch_rows(self, limits: TreeLimits) -> int:
+        return num_levels(limits.steps) if self._drafts_ahead else super()._scratch_rows(limits)
 
-    def _check_limits(self, limits: Limits) -> None:
+    def _check_limits(self, limits: TreeLimits) -> None:
         super()._check_limits(limits)
         steps, topk, nodes = limits
         is_short_chain = (topk, nodes) == (1, steps) and steps <= MOST_STEPS_AHEAD

@@ -1,6 +1,7 @@
 """Sizes of a draft's fixed-shape steps, from the verifier's attach and the draft model."""
 
 from draft_service.drafters.method import MethodSizes
+from draft_service.drafters.tree_limits import TreeLimits
 from draft_service.steps.hand_on import HandedOn
 from draft_service.steps.records import DraftShape
 from foredraft.api.draft.v1 import draft_pb2
@@ -9,13 +10,13 @@ from foredraft.transport.device_exchange import DraftExchange
 
 
 def draft_shape(
-    attach: draft_pb2.AttachRequest, limits: tuple[int, int, int], sizes: MethodSizes
+    attach: draft_pb2.AttachRequest, limits: TreeLimits, sizes: MethodSizes
 ) -> DraftShape:
     """Returns the sizes of fixed-shape steps for one verifier.
 
     Args:
         attach: The verifier's sizes.
-        limits: (steps, topk, nodes) of the largest tree.
+        limits: Limits of trees.
         sizes: Sizes of the draft model.
     """
     steps, topk, nodes = limits

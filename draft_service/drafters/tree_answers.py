@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 
 
@@ -12,8 +13,8 @@ def add_trees(
     response: draft_pb2.StepResponse,
     trees: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]],
     slots: npt.NDArray[np.int64],
-    wanted: Mapping[int, tuple[int, int, int] | None],
-    whole: tuple[int, int, int],
+    wanted: Mapping[int, TreeLimits | None],
+    whole: TreeLimits,
 ) -> None:
     """Adds trees to a response.
 
@@ -21,8 +22,8 @@ def add_trees(
         response: Response that the trees are added to.
         trees: Tokens and parents [B, N], see `DraftGraphs.trees`.
         slots: Slots of the sequences in the batch.
-        wanted: Limits of the wanted trees, (steps, topk, nodes), by index of the sequence in the
-            batch; None for a whole tree.
+        wanted: Limits of the wanted trees by index of the sequence in the batch; None for a whole
+            tree.
         whole: Limits of the largest trees.
     """
     tokens, parents = trees
@@ -40,14 +41,14 @@ def add_trees(
 
 
 def cut(
-    tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int]
+    tokens: Sequence[int], parents: Sequence[int], limits: TreeLimits
 ) -> tuple[list[int], list[int]]:
     """Cuts a tree to its first nodes within limits.
 
     Args:
         tokens: Tokens of the nodes, best first.
         parents: Parent of each node; -1 for the root.
-        limits: (steps, topk, nodes): maximum depth, children of a node, and number of nodes.
+        limits: Limits of what remains.
 
     Returns:
         Tokens and parents of the nodes that remain.

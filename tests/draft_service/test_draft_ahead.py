@@ -95,9 +95,8 @@ class Watched:
 
 def driver_of(end: tuple[PagedProposer, LocalExchange], sampling: dict[str, Any]) -> Driver:
     proposer, exchange = end
-    limits = proposer._limits
-    shape = limits_of((limits[0], limits[1], limits[2] + 1))
-    return Driver(proposer.step, exchange, 0, PAGE, shape, [sampling])
+    limits = proposer._limits.message
+    return Driver(proposer.step, exchange, 0, PAGE, limits, [sampling])
 
 
 def counted() -> tuple[float, float]:

@@ -14,6 +14,7 @@ from draft_service.drafters.graph_drafting import GraphSettings
 from draft_service.drafters.heads import HeadDrafter
 from draft_service.drafters.paged import PagedDrafter
 from draft_service.drafters.tree_answers import cut
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.errors import InvalidRequest
 from foredraft.transport import codec
@@ -90,11 +91,11 @@ def test_more_sequences_than_a_batch_holds(drafters: dict[str, PagedDrafter], ta
 def test_smaller_wishes_are_cut_from_the_tree() -> None:
     # By value: 0:A 1:AC 2:ACF 3:B 4:AD 5:BE
     tokens, parents = [1, 3, 6, 2, 4, 5], [-1, 0, 1, -1, 0, 3]
-    assert cut(tokens, parents, (3, 2, 6)) == (tokens, parents)
-    assert cut(tokens, parents, (3, 1, 6)) == ([1, 3, 6], [-1, 0, 1])
-    assert cut(tokens, parents, (3, 2, 4)) == ([1, 3, 6, 2], [-1, 0, 1, -1])
-    assert cut(tokens, parents, (2, 2, 6)) == ([1, 3, 2, 4, 5], [-1, 0, -1, 0, 2])
-    assert cut(tokens, parents, (1, 2, 1)) == ([1], [-1])
+    assert cut(tokens, parents, TreeLimits(3, 2, 6)) == (tokens, parents)
+    assert cut(tokens, parents, TreeLimits(3, 1, 6)) == ([1, 3, 6], [-1, 0, 1])
+    assert cut(tokens, parents, TreeLimits(3, 2, 4)) == ([1, 3, 6, 2], [-1, 0, 1, -1])
+    assert cut(tokens, parents, TreeLimits(2, 2, 6)) == ([1, 3, 2, 4, 5], [-1, 0, -1, 0, 2])
+    assert cut(tokens, parents, TreeLimits(1, 2, 1)) == ([1], [-1])
 
 
 def test_smaller_wishes_are_trees_too(drafters: dict[str, PagedDrafter], target: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from draft_service.drafters.paged_sequences import PagedSequences
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from testing.drafts import attach_request
@@ -17,7 +18,7 @@ from verify_service.drafts.wire import tree_limits
 from verify_service.scheduler.page_pool import PagePool
 from verify_service.scheduler.request import Sequence, Status
 
-NUM_PAGES, WHOLE = 64, (3, 2, 7)
+NUM_PAGES, WHOLE = 64, TreeLimits(3, 2, 7)
 LIMITS = tree_limits(*WHOLE)
 
 

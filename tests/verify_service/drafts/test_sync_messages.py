@@ -3,6 +3,7 @@
 import pytest
 
 from draft_service.drafters.paged_sequences import PagedSequences
+from draft_service.drafters.tree_limits import TreeLimits
 from foredraft.api.draft.v1 import draft_pb2
 from foredraft.types import SamplingParams
 from testing.drafts import attach_request
@@ -27,7 +28,7 @@ class Told:
         self.marks = DraftMarks(self._pool)
         self.known = KnownSequences(self.marks, 0, None, uses_pages=True)
         self.messages = SyncMessages(self.known, self._scope)
-        self.draft = PagedSequences(attach_request(num_pages=NUM_PAGES), (3, 2, 7))
+        self.draft = PagedSequences(attach_request(num_pages=NUM_PAGES), TreeLimits(3, 2, 7))
 
     def tell(self, one: Sequence, budget: int = 100) -> draft_pb2.SequenceStep:
         """The next message, once the draft has found nothing wrong with it."""
