@@ -12,7 +12,7 @@ from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.errors import CheckpointError
 from foredraft.kvcache.paged_kv import PagedKV
-from foredraft.layers.attention import SelfAttention
+from foredraft.layers import attention, fused
 from foredraft.models.config import ModelConfig
 from foredraft.models.kv_scales import read_scales
 from foredraft.models.loader import load_model
@@ -63,13 +63,14 @@ def test_no_row_sees_more_of_its_own_step_than_of_others(checkpoints, name, dtyp
 
 
 @torch.inference_mode()
+@pytest.mark.gpu
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_nor_with_the_kernels(checkpoints, monkeypatch):
     """The kernels that a GPU runs for writing and reading keys; tests/e2e/test_gpu_eight_bit.py is
     about the GPU itself.
     """
     true_casts(monkeypatch)
-    monkeypatch.setattr(SelfAttention, "_store", SelfAttention._store_fused)
+    monkeypatch.setattr(attention, "kernels_for", lambda *tensors: fused)
     directory, model = checkpoints("qwen3-window")
     compare(make_runner(directory, E4M3, TritonAttention()), model, E4M3)
 
