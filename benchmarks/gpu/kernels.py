@@ -26,6 +26,7 @@ from foredraft.attention.triton_plan import TritonPlan, splits_for
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
+from foredraft.layers.heads import Heads
 from foredraft.sampling import sampling
 from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.triton_sampling import choose_tokens
@@ -235,9 +236,8 @@ def element_wise(table: Table) -> None:
             F.silu(both[:, :FFN]).mul_(both[:, FFN:])
 
         def rotate(layer, heads=heads, angles=angles, kv=kv, slots=slots):
-            fused.rotate_and_store(
-                heads, HEADS, angles, None, kv.keys(layer), kv.values(layer), slots
-            )
+            place = Heads(HEADS, angles, kv.keys(layer), kv.values(layer), slots)
+            fused.rotate_and_store(heads, place, None)
 
         size = rows * HIDDEN * 2
         table.add(

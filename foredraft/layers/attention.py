@@ -124,10 +124,9 @@ class SelfAttention(nn.Module):
         rounded: RoundedRows | None,
     ) -> torch.Tensor:
         """Writes the rows' keys and values to the cache; returns the queries."""
-        num_heads, slots = self._num_heads, batch.slots
+        place = _place(self._num_heads, angles, layer, batch.slots, kv)
         if self.q_norm is None and self.qkv.method.has_heads:
-            place = kv.keys(layer), kv.values(layer), slots, kv.scales[layer]
-            found = self.qkv.heads(x, rounded, Heads(num_heads, angles, *place))
+            found = self.qkv.heads(x, rounded, place)
             if found is not None:
                 return found
         heads = self.qkv.deferred(x, rounded)
@@ -136,7 +135,7 @@ class SelfAttention(nn.Module):
         heads = heads.view(*heads.shape[:-2], *self._shape)
         if (kernels := kernels_for(heads, kv.data)) is None:
             return self._store(heads, angles, layer, batch, kv)
-        return self._store_fused(kernels, heads, num_heads, angles, layer, slots, kv, own)
+        return self._store_fused(kernels, heads, place, own)
 
     def store(
         self,
@@ -158,7 +157,7 @@ class SelfAttention(nn.Module):
         num_queries = self._num_heads * head_dim
         heads = self.qkv.outputs_from(x, num_queries).view(-1, 2 * self._num_kv_heads, head_dim)
         if (kernels := kernels_for(heads, kv.data)) is not None:
-            self._store_fused(kernels, heads, 0, angles, layer, slots, kv)
+            self._store_fused(kernels, heads, _place(0, angles, layer, slots, kv))
             return
         keys = heads[:, : self._num_kv_heads]
         if self.k_norm is not None:
@@ -190,18 +189,22 @@ class SelfAttention(nn.Module):
         self,
         kernels: RowKernels,
         heads: torch.Tensor,
-        num_heads: int,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-        slots: torch.Tensor,
-        kv: PagedKV,
+        place: Heads,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         q, k = self.q_norm, self.k_norm
         norms = None
         if q is not None and k is not None:
             norms = q.weight, k.weight, q.eps, q.full_precision
-        keys, values = kv.keys(layer), kv.values(layer)
-        return kernels.rotate_and_store(
-            heads, num_heads, angles, norms, keys, values, slots, kv.scales[layer], queries=queries
-        )
+        return kernels.rotate_and_store(heads, place, norms, queries=queries)
+
+
+def _place(
+    num_heads: int,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    layer: int,
+    slots: torch.Tensor,
+    kv: PagedKV,
+) -> Heads:
+    """Returns where a layer's heads go."""
+    return Heads(num_heads, angles, kv.keys(layer), kv.values(layer), slots, kv.scales[layer])

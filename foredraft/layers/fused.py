@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from foredraft.kernel_launch import VARIANTS, overlapped, power_of_two
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.layers.padded_rows import new_rows
@@ -247,13 +248,8 @@ def angles(
 
 def rotate_and_store(
     heads: torch.Tensor,
-    num_heads: int,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    place: Heads,
     norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    scales: tuple[float, float] = (1.0, 1.0),
     *,
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -262,12 +258,9 @@ def rotate_and_store(
     Args:
         heads: [rows, num_heads + 2 * num_kv_heads, head_dim] contiguous; the queries are changed in
             place. With `queries`, float32 [parts, rows, ...] whose sum they are.
-        angles: Cosines and signed sines [rows, 1, head_dim].
+        place: Where they go.
         norms: Weights of the queries' and the keys' norm, their eps, and whether they use full
             precision.
-        keys, values: [num_kv_heads, slots, head_dim], one layer of the cache.
-        slots: int64 [rows], KV slots.
-        scales: Divisors of keys and values in a cache of 8-bit floats; see `PagedKV`.
         queries: [rows, num_heads, head_dim] contiguous, written; the sums of the parts are rounded
             to its type.
 
@@ -277,8 +270,8 @@ def rotate_and_store(
     from foredraft.layers import triton_kernels
 
     num_rows, all_heads, head_dim = heads.shape[-3:]
+    num_heads, (cos, sin), keys, values, slots, scales = place
     out = heads if queries is None else queries
-    cos, sin = angles
     q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
     # Many rows fill the device by themselves; with few rows each program takes one head.
     block_h = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 16

@@ -12,6 +12,7 @@ else does not fit raises ValueError here, or IndexError for rows and slots that 
 import torch
 
 from foredraft.cpu import _kernels
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed
 from foredraft.parallel.group import SINGLE, SumGroup
@@ -114,13 +115,8 @@ def angles(
 
 def rotate_and_store(
     heads: torch.Tensor,
-    num_heads: int,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    place: Heads,
     norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    scales: tuple[float, float] = (1.0, 1.0),
     kernel: int = 0,
     *,
     queries: torch.Tensor | None = None,
@@ -129,7 +125,8 @@ def rotate_and_store(
     which has no scales; see `fused.rotate_and_store`. Heads are never parts.
     """
     num_rows, _, head_dim = heads.shape
-    (cos, sin), slots, (num_kv_heads, num_slots, _) = angles, slots.contiguous(), keys.shape
+    num_heads, (cos, sin), keys, values, slots, _ = place
+    slots, (num_kv_heads, num_slots, _) = slots.contiguous(), keys.shape
     fits = (
         heads.is_contiguous()
         and cos.is_contiguous()

@@ -22,14 +22,14 @@ class Heads(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     slots: torch.Tensor
-    scales: tuple[float, float]
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def none(cls, x: torch.Tensor) -> "Heads":
         """Returns what kernels take where outputs are no heads; they do not read `x`, of two
         dimensions.
         """
-        return cls(0, (x, x), x, x, x, (1.0, 1.0))
+        return cls(0, (x, x), x, x, x)
 
     @property
     def queries_shape(self) -> tuple[int, ...]:

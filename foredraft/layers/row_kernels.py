@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from foredraft.layers import fused, fused_cpu
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import LinearMethod
 from foredraft.layers.normed import Normed, RoundedRows
 from foredraft.parallel.group import SINGLE, SumGroup
@@ -50,13 +51,8 @@ class RowKernels(Protocol):
     def rotate_and_store(
         self,
         heads: torch.Tensor,
-        num_heads: int,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        place: Heads,
         norms: tuple[torch.Tensor, torch.Tensor, float, bool] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
-        scales: tuple[float, float] = (1.0, 1.0),
         *,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor: ...

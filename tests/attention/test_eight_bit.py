@@ -12,6 +12,7 @@ from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.sdpa import SdpaAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
+from foredraft.layers.heads import Heads
 from testing.attention_spans import SCALE, batch_of, brute_force, random_span, slots_of
 from testing.triton_device import DEVICE, INTERPRETED, needs_triton, true_casts
 from verify_service.executor.kernels.trees import commit_paths
@@ -144,10 +145,9 @@ def test_the_kernel_writes_what_the_cpu_writes(dtype, activations, rows):
     turned = torch.ones(rows, 1, head_dim), torch.zeros(rows, 1, head_dim)  # by nothing
     slots = torch.randperm(40, generator=generator)[:rows]
     ours = PagedKV(2, 10, PAGE_SIZE, KV_HEADS, head_dim, dtype, DEVICE, 0, SCALES)
-    fused.rotate_and_store(
-        heads.clone().to(DEVICE), q_heads, tuple(x.to(DEVICE) for x in turned), None,
-        ours.keys(1), ours.values(1), slots.to(DEVICE), SCALES[1],
-    )  # fmt: skip
+    angles = tuple(x.to(DEVICE) for x in turned)
+    place = Heads(q_heads, angles, ours.keys(1), ours.values(1), slots.to(DEVICE), SCALES[1])
+    fused.rotate_and_store(heads.clone().to(DEVICE), place, None)
     theirs = PagedKV(2, 10, PAGE_SIZE, KV_HEADS, head_dim, dtype, "cpu", 0, SCALES)
     theirs.write(1, slots, heads[:, q_heads:])
     assert torch.equal(ours.data.cpu().view(torch.uint8), theirs.data.view(torch.uint8))

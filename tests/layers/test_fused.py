@@ -9,6 +9,7 @@ import torch
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.layers.fp8_cuda import quantize_rows
+from foredraft.layers.heads import Heads
 from foredraft.layers.linear import PlainMethod
 from foredraft.layers.mlp import ACTIVATIONS
 from foredraft.layers.norm import RMSNorm
@@ -201,16 +202,8 @@ def test_rotates_and_stores(dtype, norms, rows, head_dim, num_parts):
     moved_angles = tuple(x.to(DEVICE) for x in angles)
     given = heads.clone().to(DEVICE) if num_parts == 1 else parts.to(DEVICE)
     queries = given.new_empty(rows, q_heads, head_dim, dtype=dtype) if num_parts > 1 else None
-    got = fused.rotate_and_store(
-        given,
-        q_heads,
-        moved_angles,
-        weights,
-        kv.keys(1),
-        kv.values(1),
-        slots.to(DEVICE),
-        queries=queries,
-    )
+    place = Heads(q_heads, moved_angles, kv.keys(1), kv.values(1), slots.to(DEVICE))
+    got = fused.rotate_and_store(given, place, weights, queries=queries)
     assert queries is None or got.data_ptr() == queries.data_ptr()
     close(got, want_q, dtype)
     close(kv.keys(1)[:, slots.to(DEVICE)].transpose(0, 1), want_k, dtype)
@@ -231,7 +224,8 @@ def test_a_cache_of_more_elements_than_32_bits_count():
         data = torch.empty(2 * kv_heads, size, head_dim, dtype=torch.float8_e4m3fn, device=DEVICE)
         slots = torch.tensor([1, size - 1], device=DEVICE)
         keys, values = data[:kv_heads], data[kv_heads:]
-        fused.rotate_and_store(heads.clone(), q_heads, angles, None, keys, values, slots)
+        place = Heads(q_heads, angles, keys, values, slots)
+        fused.rotate_and_store(heads.clone(), place, None)
         kept.append(torch.stack([data[:, 1], data[:, size - 1]]).float())
     assert kv_heads * num_slots * head_dim > 1 << 31
     assert torch.equal(*kept)
@@ -264,9 +258,8 @@ def test_a_row_is_rotated_to_the_same_bits_beside_any_number(norms):
         own = tuple(part[:count] for part in angles)
         mine = parts[:, :count] if in_parts else heads[:count].clone()
         out = heads.new_empty(count, q_heads, head_dim) if in_parts else None
-        queries = fused.rotate_and_store(
-            mine, q_heads, own, given, caches[0], caches[1], slots, queries=out
-        )
+        place = Heads(q_heads, own, caches[0], caches[1], slots)
+        queries = fused.rotate_and_store(mine, place, given, queries=out)
         return queries, caches[:, :, :count]
 
     queries, caches = rotated(most)

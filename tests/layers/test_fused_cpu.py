@@ -14,6 +14,7 @@ from foredraft.cpu.products import KERNELS
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused_cpu
 from foredraft.layers.attention import SelfAttention
+from foredraft.layers.heads import Heads
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.rotary import Rotary, rotate
 from foredraft.layers.row_kernels import kernels_for
@@ -158,10 +159,8 @@ def test_rotates_and_stores(q_heads, head_dim, with_norms, kernel):
     def rotated(first, end):
         kv = PagedKV(2, 30, 4, kv_heads, head_dim, torch.float32, "cpu")
         own = tuple(a[first:end] for a in angles)
-        found = fused_cpu.rotate_and_store(
-            heads[first:end].clone(), q_heads, own, norms, kv.keys(1), kv.values(1),
-            slots[first:end], kernel=kernel,
-        )  # fmt: skip
+        place = Heads(q_heads, own, kv.keys(1), kv.values(1), slots[first:end])
+        found = fused_cpu.rotate_and_store(heads[first:end].clone(), place, norms, kernel=kernel)
         return found, kv
 
     got, kv = rotated(0, rows)
@@ -335,7 +334,13 @@ def refused_rotations():
         "heads": random(3, 5, 16), "num_heads": 1, "norms": weights, "keys": kv.keys(0),
         "angles": (random(3, 1, 16), random(3, 1, 16)), "values": kv.values(0), "slots": slots,
     }  # fmt: skip
-    fused_cpu.rotate_and_store(**right)
+
+    def rotate(change=None):
+        given = right | (change or {})
+        heads, norms = given.pop("heads"), given.pop("norms")
+        fused_cpu.rotate_and_store(heads, Heads(**given), norms)
+
+    rotate()
     wrong = [
         {"heads": random(3, 6, 16)}, {"heads": random(5, 3, 16).transpose(0, 1)},
         {"heads": random(3, 5, 8)}, {"angles": (random(3, 1, 16), random(2, 1, 16))},
@@ -344,10 +349,10 @@ def refused_rotations():
         {"slots": slots[:2]}, {"slots": slots.int()},
     ]  # fmt: skip
     for change in wrong:
-        yield ValueError, lambda change=change: fused_cpu.rotate_and_store(**right | change)
+        yield ValueError, lambda change=change: rotate(change)
     for slot in (-1, 16, 1 << 40):
         change = {"slots": torch.tensor([0, 1, slot])}
-        yield IndexError, lambda change=change: fused_cpu.rotate_and_store(**right | change)
+        yield IndexError, lambda change=change: rotate(change)
     positions = torch.arange(3, dtype=torch.int32)
     yield ValueError, lambda: fused_cpu.angles(positions, random(8), 1.0)
 

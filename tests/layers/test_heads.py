@@ -51,7 +51,8 @@ def test_products_write_what_a_rotation_after_them_does(name, head_dim, bias, ki
             for _ in "ab"
         )
         heads = linear(x).view(count, -1, head_dim)
-        want += [fused.rotate_and_store(heads, num_heads, angles, None, *want, slots, scales)]
+        place = Heads(num_heads, angles, *want, slots, scales)
+        want += [fused.rotate_and_store(heads, place, None)]
         found += [linear.heads(x, None, Heads(num_heads, angles, *found, slots, scales))]
         for got, expected in zip(found, want, strict=True):
             assert float(expected.float().abs().sum()) > 0
