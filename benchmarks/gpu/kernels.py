@@ -115,8 +115,6 @@ def _plan(
         write_index=starts,
         positions=positions,
         tail_mask=mask if rows > 1 else None,
-        is_causal=None,
-        tail_positions=None,
         max_rows=rows,
         num_splits=splits_for(batch, rows, kv, longest),
     )

@@ -84,7 +84,6 @@ def planned(case: Case) -> tuple[TritonPlan, TritonPlan]:
         write_index=starts,
         positions=positions,
         tail_mask=mask.repeat(case.batch, 1) if has_mask else None,
-        is_causal=None,
         tail_positions=positions.view(case.batch, -1).int() if has_mask else None,
         max_rows=case.rows,
         num_splits=1,

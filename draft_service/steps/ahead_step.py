@@ -141,7 +141,6 @@ class AheadStep(LevelStep):
             write_index=plan.num_keys + first,
             positions=positions,
             tail_mask=seen,
-            is_causal=None,
             tail_positions=places,
             max_rows=count,
             num_splits=splits_for(batch, count, self.kv, self.shape.max_pages * self.kv.page_size),

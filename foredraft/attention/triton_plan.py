@@ -101,11 +101,11 @@ class TritonPlan:
     prefix_len: torch.Tensor
     write_index: torch.Tensor
     positions: torch.Tensor
-    tail_mask: torch.Tensor | None
-    is_causal: torch.Tensor | None
-    tail_positions: torch.Tensor | None
     max_rows: int
     num_splits: int
+    tail_mask: torch.Tensor | None = None
+    is_causal: torch.Tensor | None = None
+    tail_positions: torch.Tensor | None = None
     blocks: torch.Tensor | None = None
     balance: Balance | None = None
     level: int = 0

@@ -218,7 +218,6 @@ class DecodeStep:
             write_index=begun.committed,
             positions=rows.positions,
             tail_mask=rows.mask if kind.rows > 1 and self._has_branches else None,
-            is_causal=None,
             tail_positions=rows.positions.view(kind.batch, kind.rows).to(torch.int32),
             max_rows=kind.rows,
             num_splits=splits_for(
