@@ -186,7 +186,7 @@ class GraphExecutor(EagerExecutor):
         return batch, num_rows, tuple(step.capture) or self._graphs.capture
 
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
-        return self._graphs.shapes.row_size(len(batch), 1 + max(len(rows.tree) for rows in batch))
+        return self._graphs.shapes.row_size(len(batch), max(rows.num_rows for rows in batch))
 
     def _start(
         self,
@@ -216,7 +216,7 @@ class GraphExecutor(EagerExecutor):
         index = [
             first * num_rows + row
             for first, rows in enumerate(batch)
-            for row in range(1 + len(rows.tree))
+            for row in range(rows.num_rows)
         ]
         where = torch.tensor(index).to(output.logits.device)
         return output.logits.index_select(0, where)

@@ -94,7 +94,7 @@ class RecordFiller:
         sequences = [rows.sequence for rows in batch]
         records = self._fill(sequences, num_rows)
         records["committed"] = [sequence.num_computed for sequence in sequences]
-        records["num_rows"] = [1 + len(rows.tree) for rows in batch]
+        records["num_rows"] = [rows.num_rows for rows in batch]
         self._force(records)
         records["tree"] = -1
         tokens, parents = (records[name][:, :num_rows] for name in ("tokens", "parents"))

@@ -55,6 +55,11 @@ class VerifyRows:
     tree: DraftTree
     confidence: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, the root included."""
+        return 1 + len(self.tree.tokens)
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -130,9 +135,9 @@ class Sampler:
         outcomes: list[Outcome] = []
         first = begin = 0
         while first < len(batch):
-            last, end = first + 1, begin + 1 + len(batch[first].tree.tokens)
-            while last < len(batch) and end + len(batch[last].tree.tokens) < begin + CHOSEN_AT_ONCE:
-                end += 1 + len(batch[last].tree.tokens)
+            last, end = first + 1, begin + batch[first].num_rows
+            while last < len(batch) and end + batch[last].num_rows <= begin + CHOSEN_AT_ONCE:
+                end += batch[last].num_rows
                 last += 1
             part = logits[begin:end].float()
             outcomes += self._choose(batch[first:last], part, forced[first:last])

@@ -3,6 +3,7 @@
 The ranks exchange their best tokens, and whole rows only where a request needs them.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,15 +105,10 @@ class RankedSampler(Sampler):
     def choose(self, batch: Sequence[VerifyRows], logits: torch.Tensor) -> list[Outcome]:
         """See Sampler; `logits` are rank 0's part of each row."""
         self._local.logits = logits
-        first_rows, num_rows = [], 0
-        for one in batch:
-            first_rows.append(num_rows)
-            num_rows += 1 + len(one.tree.tokens)
+        first_rows = [0, *itertools.accumulate(one.num_rows for one in batch)]
         outcomes: dict[int, Outcome] = {}
         if whole := [i for i, one in enumerate(batch) if self._needs_whole(one)]:
-            index = [
-                first_rows[i] + row for i in whole for row in range(1 + len(batch[i].tree.tokens))
-            ]
+            index = [row for i in whole for row in range(first_rows[i], first_rows[i + 1])]
             self._board.write(messages.gather(index))
             with timed(self._board):
                 gathered = self._local.gather(index)
@@ -153,7 +149,7 @@ class RankedSampler(Sampler):
         if any(one.sequence.sampling.is_sampled for one in batch):
             # Sampling is expensive on a CPU, so only the rows of the walk are sampled.
             return [Outcome(verified) for verified in walk_batch(trees, choose_at)]
-        places = [(i, row) for i, tree in enumerate(trees) for row in range(1 + len(tree.tokens))]
+        places = [(i, row) for i, one in enumerate(batch) for row in range(one.num_rows)]
         chosen = iter(choose_at(places))
         return [
             Outcome(walk(tree, [next(chosen) for _ in below[i]])) for i, tree in enumerate(trees)
