@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from benchmarks.gpu.step_costs import (
     LONGEST,
@@ -261,6 +262,7 @@ def main() -> int:
     )
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     most = max(args.batch)
     result: dict[str, Any] = {

@@ -20,6 +20,7 @@ from typing import Any
 
 import llguidance
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
 from testing.engines import Harness, Job, running_engine
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     args = parser.parse_args()
+    need_gpu()
     matcher = llguidance.LLMatcher(
         llguidance.LLTokenizer(Syllables()), llguidance.LLMatcher.grammar_from_regex(REGEX)
     )

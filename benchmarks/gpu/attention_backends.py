@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.kernels import microseconds
+from benchmarks.gpu.needed import need_gpu
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.attention.choice import exact_attention_for
 from foredraft.attention.exact_triton import ExactAttention
@@ -225,6 +226,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", default=["prompt", "decode", "tree"])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     rows = []
     for case in PROMPTS + DECODES + TREES:
         if case.kind not in args.kinds:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import time_decoding
 from benchmarks.gpu.shapes import (
     BANDWIDTH,
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
+    need_gpu()
     print("accept lengths above 1 are SIMULATED; ms a step (floor), tokens/s")
     print(f"| draft | accept length | {' | '.join(f'batch {batch}' for batch in args.batch)} |")
     print("| --- " * (len(args.batch) + 2) + "|", flush=True)

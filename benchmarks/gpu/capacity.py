@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.config.options import to_flags
 from foredraft.config.services import KV_CACHE_DTYPES
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:

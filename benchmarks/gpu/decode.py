@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import time_decoding
 from benchmarks.gpu.shapes import (
     BANDWIDTH,
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
+    need_gpu()
     if args.peer and (args.shape != "llama-8b" or args.quantization != "unquant"):
         parser.error("--peer: the bundle runs the shape of Llama-3.1-8B in bfloat16")
     # Before anything opens the card: a process that has opened it cannot become the daemon's

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.divergence_models import NAMES, SHAPES, Family, family_of
+from benchmarks.gpu.needed import need_gpu
 from testing.engines import Harness, Job, Result, accept_length, running_engine
 from testing.ties import Reference, first_difference
 
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--gaps", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu(args.device)
     share, shares = map(int, args.shard.split("/"))
     if not 1 <= share <= shares:
         parser.error(f"--shard {args.shard}: I/N with I from 1 to N")

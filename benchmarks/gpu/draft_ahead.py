@@ -22,6 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import run_batch, time_decoding
 from benchmarks.gpu.shapes import LLAMA_8B, TARGETS, engine_flags, write_checkpoints
 from draft_service.drafters.ahead_policy import NUM_TURNS, TURN_STEPS
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=384)
     parser.add_argument("--layers", type=int, default=0, help="fewer for debugging; 0 for all")
     args = parser.parse_args()
+    need_gpu()
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)
         number = args.tp if args.draft_device is None else args.draft_device

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import (
     BANDWIDTH,
     QWEN_DRAFTS,
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--profile", type=int, default=0, help="list kernels at this batch")
     args = parser.parse_args()
+    need_gpu()
     for mode in args.modes:
         drafter, config = load(mode, args.block_size)
         measure(mode, drafter, config, args)

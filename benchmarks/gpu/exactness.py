@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import write_checkpoints
 from foredraft.attention.choice import exact_attention_for, target_attention_for
 from foredraft.kernel_launch import times_on_gpu
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     device = torch.device("cuda")
     with tempfile.TemporaryDirectory() as folder:
         target, _ = write_checkpoints(Path(folder), args.layers)

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.config.options import to_flags
@@ -66,6 +67,7 @@ def main() -> int:
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     # Before anything opens the card: a process that has opened it cannot become the daemon's
     # client.

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import DEVICE_LOST
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--spares", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    need_gpu(args.device)
     if args.child:
         return _run_here(Path(args.child), args)
     chosen = args.cases or [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.needed import need_gpu
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import skinny_gemm
 
@@ -38,6 +39,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     weights = {
         name: [

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.needed import need_gpu
 from foredraft.attention.base import Batch
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.attention.split_kv import Balance
@@ -327,6 +328,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     args = parser.parse_args()
+    need_gpu()
     table = Table()
     print(torch.cuda.get_device_name())
     print(f"{'us per call':52} {'ours':>9} {'torch':>9} {'floor':>9} {'share':>7}")

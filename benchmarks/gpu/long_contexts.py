@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job, running_engine
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_checkpoints(Path(folder), args.layers)

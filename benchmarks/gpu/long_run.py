@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.long_run_verdict import TIE, problems_of, verdict_of
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.plain_texts import PlainTexts
 from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu(args.device)
     args.until = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     StandbyDraft.module = "testing.counted_draft"

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import BITS, TARGETS, flags_of, write_checkpoints
 from testing.engines import running_engine
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     if args.peer and (args.shape != "llama-8b" or args.quantization != "unquant"):
         parser.error("--peer: the bundle runs the shape of Llama-3.1-8B in bfloat16")
     columns = {OWN: _measure(args)}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.exactness import ROWS, prompt_ms, step_ms
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import LLAMA_8B
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     rows = []
     for form in args.forms:
         model = _model(form, args.layers)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.kernels import HEAD_DIM, HEADS, KV_HEADS, PAGE_SIZE, microseconds
+from benchmarks.gpu.needed import need_gpu
 from foredraft.attention.base import Batch
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.triton_plan import TritonPlan
@@ -133,6 +134,7 @@ def main() -> int:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     ).parse_args()
+    need_gpu()
     for case in CASES:
         measure(case)
         torch.cuda.empty_cache()

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from draft_service.drafters import create_drafter
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu()
     if len(args.settings) > 1:
         # Whether a process is a client of MPS is settled when it opens the card, so each setting
         # has its own.

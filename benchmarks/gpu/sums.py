@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.gpu.needed import need_gpu
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import fused
 from foredraft.parallel.group import SINGLE, Group
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096, help="numbers of a row, in bfloat16")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     args = parser.parse_args()
+    need_gpu()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

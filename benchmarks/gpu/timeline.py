@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
 from foredraft.cli import mps
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
+    need_gpu()
     args.out.mkdir(parents=True, exist_ok=True)
     found = []
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:

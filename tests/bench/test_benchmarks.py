@@ -1,5 +1,5 @@
 """Every benchmark can still be imported, with what it takes from packages and from the tests'
-support, and says its flags.
+support, and says its flags; one for a GPU says so where there is none.
 """
 
 import importlib
@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from foredraft.cli import stack
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "benchmarks").rglob("*.py"))
+# The first says that the toolkit of CUDA is missing, the others hand their flags on to services.
+TELL_IT_OTHERWISE = ("memcheck", "cold_start", "stages", "stamps")
 
 
 def _module(path: Path) -> str:
@@ -29,9 +32,10 @@ def test_it_is_imported(name: str) -> None:
         pytest.skip("needs Triton")
 
 
-@pytest.mark.parametrize(
-    "name", [_module(path) for path in FILES if 'if __name__ == "__main__":' in path.read_text()]
-)
+PROGRAMS = [path for path in FILES if 'if __name__ == "__main__":' in path.read_text()]
+
+
+@pytest.mark.parametrize("name", [_module(path) for path in PROGRAMS])
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_it_says_its_flags(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -43,3 +47,19 @@ def test_it_says_its_flags(
         runpy.run_module(name, run_name="__main__")
     assert not ended.value.code
     assert "usage:" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    "name",
+    [
+        _module(path)
+        for path in PROGRAMS
+        if path.parent.name == "gpu" and path.stem not in TELL_IT_OTHERWISE
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_one_for_a_gpu_says_that_there_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        runpy.run_module(name, run_name="__main__")
