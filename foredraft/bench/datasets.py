@@ -11,10 +11,18 @@ from foredraft.bench.http_client import HttpClient
 from foredraft.bench.load import LoadGenerator, Stage
 from foredraft.bench.peers import Peer
 from foredraft.bench.prompts import Prompt, PromptSource, WordLength
+from foredraft.config.options import flag_of
 from foredraft.errors import ConfigError
 
 NAMES = ("tasks", "random", "generated-shared-prefix", "custom", "sharegpt")
 _ALL_DIFFERENT = ("tasks", "random")  # prompts of a seed, which have nothing in common
+_AT_LEAST_ONE = (
+    "output_len",
+    "random_input_len",
+    "gsp_num_groups",
+    "gsp_system_prompt_len",
+    "gsp_question_len",
+)
 _CALIBRATION_WORDS = (40, 160)
 
 
@@ -113,8 +121,9 @@ class Requests:
             raise ConfigError("--dataset-path goes with --dataset-name custom or sharegpt")
         if not 0 <= arguments.random_range_ratio <= 1:
             raise ConfigError("--random-range-ratio must be in [0, 1]")
-        if arguments.output_len < 1:
-            raise ConfigError("--random-output-len must be at least 1")
+        for field in _AT_LEAST_ONE:
+            if getattr(arguments, field) < 1:
+                raise ConfigError(f"{flag_of(field)} must be at least 1")
         arguments.dataset_name = name
         if name == "tasks":
             return cls(prompts.tasks(arguments.seed), peer, arguments, "small tasks, all different")

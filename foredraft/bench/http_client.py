@@ -49,12 +49,16 @@ class HttpClient:
     """
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
-        url = urllib.parse.urlsplit(base_url)
+        try:
+            url = urllib.parse.urlsplit(base_url)
+            port = url.port
+        except ValueError as error:
+            raise ConfigError(f"--base-url {base_url}: {error}") from None
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError(f"--base-url {base_url}: not http://host:port")
         self._host = url.hostname
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
-        self._port = url.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         self._prefix = url.path.rstrip("/")
         lines = {"Host": url.netloc.rpartition("@")[2], "Accept-Encoding": "identity"}
         lines |= headers or {}

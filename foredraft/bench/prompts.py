@@ -184,8 +184,16 @@ def _parse(value: Any) -> Prompt:
     if not isinstance(value, dict):
         raise ValueError("neither an object nor a string")
     if "messages" in value:
-        messages = tuple({"role": m["role"], "content": m["content"]} for m in value["messages"])
-        return Prompt("\n\n".join(m["content"] for m in messages), messages)
+        try:
+            messages = tuple(
+                {"role": m["role"], "content": m["content"]} for m in value["messages"]
+            )
+            text = "\n\n".join(m["content"] for m in messages)
+        except (TypeError, KeyError):
+            raise ValueError("messages is no list of a role and a content, a text, each") from None
+        if not text:
+            raise ValueError("messages holds no text")
+        return Prompt(text, messages)
     for name in ("turns", "conversations", "prompt", "text"):
         if name in value:
             text = value[name][0] if name in ("turns", "conversations") else value[name]

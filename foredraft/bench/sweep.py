@@ -324,7 +324,9 @@ def _run_setting(
                 num_done += 1
                 yield setting, case, figures
     except ForedraftError as error:
-        results.errors[setting.key] = str(error).splitlines()[0]
+        # Behind the first line are the last that a service logged, the reason at their end.
+        first, *logged = str(error).splitlines()
+        results.errors[setting.key] = ": ".join([first, *(line.strip() for line in logged[-1:])])
         results.write()
         for case in missing[num_done:]:
             yield setting, case, None

@@ -148,6 +148,10 @@ def make_stages(arguments: argparse.Namespace) -> list[Stage]:
     """
     if arguments.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, not {arguments.num_prompts}")
+    if arguments.warmup_requests < 0:
+        raise ConfigError(f"--warmup-requests must be at least 0, not {arguments.warmup_requests}")
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout must be above 0, not {arguments.timeout}")
     if not arguments.burstiness > 0:
         raise ConfigError(f"--burstiness must be above 0, not {arguments.burstiness}")
     for rate in arguments.request_rate:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import http.client
 import ipaddress
 import json
 import os
@@ -302,6 +303,10 @@ def _events(
         with contextlib.suppress(ValueError):
             _raise_error(json.loads(error.read()))
         raise ForedraftError(f"{url} answers {error.code} {error.reason}") from None
+    except http.client.HTTPException as error:
+        if isinstance(error, http.client.IncompleteRead):
+            raise Unavailable(f"the answer from {url} broke off") from error
+        raise Unavailable(f"no answer from {url}: what listens there speaks no HTTP") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         hint = ""

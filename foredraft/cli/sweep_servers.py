@@ -4,6 +4,7 @@ one running server.
 
 import argparse
 import contextlib
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ class StartedServers:
     @contextlib.contextmanager
     def open(self, setting: Setting) -> Iterator[str]:
         """Starts services, waits until the draft is attached, stops them."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         resolved = serve_config.resolve_models({**self._values, **setting.values})
         with stack.make_supervisor(resolved) as supervisor:
             supervisor.wait_healthy(timeout=_START_SECONDS)
@@ -86,6 +88,7 @@ class RunningServer:
     fields = True
 
     def __init__(self, url: str) -> None:
+        url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given the address with it
         self._url = url
         info = uvloop.run(_server_info(url))
         if "speculative_algorithm" not in info or "verifiers" not in info:
@@ -103,6 +106,15 @@ class RunningServer:
         algorithm, draft = info["speculative_algorithm"], info["speculative_draft_model_path"] or ""
         if algorithm == "NONE":
             raise ConfigError(f"--base-url {self._url}: the server was started without speculation")
+        if arguments.draft or arguments.serve_flags:
+            raise ConfigError(
+                "--base-url starts no services: --draft and flags behind -- have no use"
+            )
+        if "," in algorithm or algorithm not in (arguments.algorithm or [algorithm]):
+            raise ConfigError(
+                f"--base-url {self._url}: the server drafts by {algorithm}, and what is compared is"
+                " one algorithm, the server's; without --base-url each gets services of its own"
+            )
         limits = (
             info["speculative_num_steps"],
             info["speculative_eagle_topk"],

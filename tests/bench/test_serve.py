@@ -265,6 +265,9 @@ def test_prompts_of_a_file_are_sent_as_they_are(
         (["--base-url", "localhost:3"], "--base-url"),
         (["--port", "1"], "`foredraft serve` starts one, --base-url names another"),
         (["--header", "x"], "--header"),
+        (["--port", "99999"], "--base-url http://127.0.0.1:99999: Port out of range"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--warmup-requests", "-1"], "--warmup-requests must be at least 0"),
     ],
 )
 def test_wrong_flags_and_no_server_are_told(
@@ -275,15 +278,34 @@ def test_wrong_flags_and_no_server_are_told(
     assert reason in text
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--output-len", "0"],
+        ["--dataset-name", "random", "--random-input-len", "0"],
+        ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "0"],
+    ],
+)
+def test_lengths_of_nothing_are_told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with PeerServer().running() as peer:
+        code, text = run(capsys, "--base-url", peer.url, *argv)
+    assert code == 2
+    assert f"{argv[-2]} must be at least 1" in text
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"question": "not known"}', '{"messages": []}', '{"messages": "a text"}']
+)
 def test_a_file_that_holds_no_prompts_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "fine"}\n{"question": "not known"}\n')
+    path.write_text(f'{{"prompt": "fine"}}\n{bad}\n')
     with PeerServer().running() as peer:
         code, text = run(capsys, "--base-url", peer.url, "--dataset-path", str(path))
     assert code == 2
-    assert "line 2" in text
+    assert "line 2: " in text
+    assert "messages" in text
 
 
 def test_commands_are_taught(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,11 @@ model.
 import contextlib
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +34,7 @@ from foredraft.cli import bench
 from foredraft.config.speculation import SpeculationConfig
 from foredraft.errors import ConfigError, ForedraftError
 from testing.peer_server import PeerServer
-from testing.stack import make_model, running_stack
+from testing.stack import eventually, make_model, running_stack
 
 CASES = [Case(1, 0.0), Case(4, 1.0)]
 SETTINGS = [
@@ -55,7 +60,7 @@ class Bench:
     def open(self, setting: Setting) -> Iterator[str]:
         self.opened.append(setting.name)
         if setting.name == self._broken:
-            raise ForedraftError("it does not start\nand says more")
+            raise ForedraftError("it does not start\n  listening\n  cannot start: no GPU")
         yield f"http://{setting.name}"
 
     def measure(self, url: str, setting: Setting, case: Case) -> Figures:
@@ -114,7 +119,7 @@ def test_a_setting_that_fails_is_told_and_tried_again(tmp_path: Path) -> None:
     results = Results.open(path, {})
     found = list(run(SETTINGS, CASES, results, broken.open, broken.measure))
     assert [figures is None for _, _, figures in found] == [False] * 2 + [True] * 2 + [False] * 4
-    assert results.errors == {SETTINGS[1].key: "it does not start"}
+    assert results.errors == {SETTINGS[1].key: "it does not start: cannot start: no GPU"}
     assert json.loads(path.read_text())["errors"] == results.errors
     healthy = Bench()
     list(run(SETTINGS, CASES, Results.open(path, {}), healthy.open, healthy.measure))
@@ -246,14 +251,44 @@ def test_a_sweep_in_which_every_draft_failed_has_not_found_the_best(
     assert "best over all cases" not in text
 
 
+def test_a_signal_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    runtime = Path(tempfile.mkdtemp(prefix="fd-", dir="/tmp"))  # short enough for sockets
+    command = [sys.executable, "-m", "foredraft.cli.main", "bench", "speculative"]
+    command += ["--model-path", str(model), "--output-file", str(tmp_path / "found.json")]
+    process = subprocess.Popen(
+        [*command, "--", "--num-threads=1", "--max-total-tokens=4096", "--device=cpu"],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: any(runtime.glob("*/gateway.sock")))
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert errors == "stopped; the same command goes on from here\n"
+        assert not list(runtime.iterdir())
+    finally:
+        process.kill()
+        shutil.rmtree(runtime)
+
+
 @pytest.mark.slow
 def test_a_running_server_is_asked_for_smaller_trees(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "found.json"
     with running_stack(model, speculative_num_draft_tokens=8) as services:
-        argv = ["--base-url", services.urls["http"], "--output-file", str(path)]
+        argv = ["--base-url", f"{services.urls['http']}/v1", "--output-file", str(path)]
         code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", "64")
+        for more, reason in (
+            (["--algorithm", "EAGLE3"], "the server drafts by NGRAM"),
+            (["--draft", "EAGLE3=x"], "--base-url starts no services"),
+            (["--", "--device=cpu"], "--base-url starts no services"),
+        ):
+            code_of_more, said = sweep(capsys, *argv, *more)
+            assert code_of_more == 2
+            assert reason in said
     assert code == 0, text
     assert list(json.loads(path.read_text())["found"]) == [
         "NONE",

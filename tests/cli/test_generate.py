@@ -4,8 +4,10 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,6 +241,33 @@ def test_failures_are_one_line(server: str, arguments: list[str], said: str) -> 
     assert said in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
     assert failed.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"\0\0\x18\4\0", "what listens there speaks no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\ndata", "broke off"),
+    ],
+)
+def test_what_is_no_whole_answer_is_told(answer: bytes, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=_answer_once, args=(listening, answer))
+        thread.start()
+        failed = generate(f"--server=127.0.0.1:{listening.getsockname()[1]}", "x")
+        thread.join()
+    assert failed.returncode == 1
+    assert said in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+
+
+def _answer_once(listening: socket.socket, answer: bytes) -> None:
+    connection, _ = listening.accept()
+    with connection:
+        request = b""
+        while not request.endswith(b"}"):
+            request += connection.recv(65536)
+        connection.sendall(answer)
 
 
 def test_any_locale_takes_and_shows_utf8(server: str) -> None:
