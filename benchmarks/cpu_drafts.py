@@ -36,9 +36,9 @@ from safetensors import safe_open
 
 from benchmarks.accept_length import HEADS, ROOT
 from benchmarks.cpu_serving import PROMPTS
+from benchmarks.model_paths import model_directory
 from draft_service.models.shared_weights import read_token_map
 from foredraft.models.config import ModelConfig
-from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job, running_engine
@@ -104,7 +104,7 @@ def main() -> int:
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    target = resolve_model_path(args.model_path)
+    target = model_directory(args.model_path)
     drafts = _drafts(args)
     prompts = _random_prompts() if args.text == "new" else _prompts(target)
     results: dict[Case, list[tuple[Timing, Timing]]] = {}

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.model_paths import model_directory
 from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.cpu_products import float32_linear
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
-from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     use_threads(arguments.threads)
-    path = resolve_model_path(arguments.model_path)
+    path = model_directory(arguments.model_path)
     model = load_model(path, torch.float32)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     jobs: Jobs = own_jobs(model) | transformers_jobs(path)

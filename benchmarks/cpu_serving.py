@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.model_paths import model_directory
 from foredraft.cli.stack import make_supervisor
 from foredraft.config.services import VerifyConfig
 from foredraft.cpu.threads import use_threads
-from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
 
@@ -100,7 +100,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    path = resolve_model_path(args.model_path)
+    path = model_directory(args.model_path)
     use_threads(args.threads)
     ids = {name: _encode(path, prompt) for name, prompt in PROMPTS.items()}
     table: dict[str, dict[str, list[Run]]] = {}

@@ -28,9 +28,9 @@ from typing import Any
 import httpx
 import uvloop
 
+from benchmarks.model_paths import model_directory
 from foredraft.bench import plots, prompts
 from foredraft.bench.http_client import HttpClient
-from foredraft.models.registry import resolve_model_path
 from testing import verifier_processes as processes
 from testing.stack import eventually
 
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
-    model = resolve_model_path(args.model_path)
+    model = model_directory(args.model_path)
     results = [
         measure(model, name, verifiers, blind, args)
         for name, verifiers, blind in (

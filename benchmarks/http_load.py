@@ -26,6 +26,7 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import string
 import sys
 import time
@@ -43,10 +44,13 @@ from foredraft.bench.http_client import HttpClient
 from foredraft.bench.load import LoadGenerator, Stage, send
 from foredraft.bench.prompts import Message, Prompt
 from foredraft.bench.records import Record
+from foredraft.config.options import flag_of
+from foredraft.errors import ConfigError
 from foredraft.rpc.channel import aio_channel
 
 GRPC = "grpc://"
 
+CONNECT_SECONDS = 10.0
 START_SECONDS = 1.0  # time between the start of processes and their common begin
 
 
@@ -95,6 +99,14 @@ class Figures:
 def main() -> int:
     parser = _parser()
     args = parser.parse_args()
+    for pair in args.server:
+        if not re.fullmatch(r"[^=]+=(http|https|grpc)://.+", pair):
+            parser.error(f"--server {pair}: not NAME=URL with http://, https:// or grpc://")
+    for field in ("requests", "prompt_words", "output_tokens", "processes"):
+        if getattr(args, field) < 1:
+            parser.error(f"{flag_of(field)} must be at least 1")
+    if min(args.concurrency) < 1:
+        parser.error("--concurrency must be at least 1")
     servers = dict(pair.split("=", 1) for pair in args.server)
     if args.system_words and any(url.startswith(GRPC) for url in servers.values()):
         parser.error("--system-words: conversations are sent over HTTP; give http:// servers")
@@ -113,7 +125,10 @@ def main() -> int:
                 args.system_words,
             )
             for name, url in servers.items():
-                measure(pool, args.processes, name, url, replace(load, requests=1))
+                try:
+                    measure(pool, args.processes, name, url, replace(load, requests=1))
+                except ConfigError as error:
+                    parser.error(f"--server {name}={url}: {error}")
                 figures.append(measure(pool, args.processes, name, url, load))
                 print(_line(figures[-1]), flush=True)
                 if args.append:
@@ -245,7 +260,10 @@ async def _run_grpc(
     ]
     async with aio_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        await channel.channel_ready()
+        try:
+            await asyncio.wait_for(channel.channel_ready(), CONNECT_SECONDS)
+        except TimeoutError:
+            raise ConfigError(f"it does not answer within {CONNECT_SECONDS:g} s") from None
         await asyncio.sleep(max(0.0, begin - time.time()))
         start, waiting, records = time.perf_counter(), iter(enumerate(requests)), []
 

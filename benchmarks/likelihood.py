@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.model_paths import model_directory
 from foredraft.attention.choice import attention_for
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models.decoder import DecoderModel
-from foredraft.models.registry import resolve_model_path
 from foredraft.runner.batch import SequenceRows
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.text.tokenizer import Tokenizer
@@ -33,7 +33,10 @@ def arguments(doc: str | None) -> tuple[Path, list[list[int]], torch.device]:
     parser.add_argument("--tokens", type=int, default=768, help="of each text, its first ones")
     parser.add_argument("texts", nargs="+", type=Path)
     args = parser.parse_args()
-    path = resolve_model_path(args.model_path)
+    for file in args.texts:
+        if not file.is_file():
+            parser.error(f"{file}: no such file")
+    path = model_directory(args.model_path)
     tokenizer = Tokenizer.from_dir(path)
     texts = [tokenizer.encode(file.read_text())[: args.tokens] for file in args.texts]
     return path, texts, torch.device("cuda" if torch.cuda.is_available() else "cpu")

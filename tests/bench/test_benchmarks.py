@@ -4,6 +4,7 @@ support, and says its flags; one for a GPU says so where there is none.
 
 import importlib
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,3 +64,21 @@ def test_one_for_a_gpu_says_that_there_is_none(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", [name])
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         runpy.run_module(name, run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "said"),
+    [
+        ("http_load", ["--server", "ours"], "--server ours: not NAME=URL"),
+        ("http_load", ["--server", "a=http://[::1]:9", "--requests", "0"], "must be at least 1"),
+        ("http_load", ["--server", "a=http://[::1]:9", "--processes", "1"], "no server to measure"),
+        ("kv_rounding", ["--model-path", "/no/such", "README.md"], "/no/such: no such directory"),
+        ("weight_rounding", ["/no/such/text"], "/no/such/text: no such file"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(name: str, argv: list[str], said: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *argv]
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert failed.returncode in (1, 2)
+    assert said in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
