@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.real_prompts import first_turns, seeded_jobs
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
+    need_gpu(args.device)
     target = resolve_model_path("foredraft-demo")
     kinds = prompts_of(target, args.prompts, args.each)
     heads = [f"{kind}, T = {temperature:g}" for kind in kinds for temperature in TEMPERATURES]

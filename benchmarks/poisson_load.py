@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.needed import need_gpu
 from benchmarks.real_prompts import real_prompts
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
@@ -90,6 +91,7 @@ def main() -> int:
     add("--mps", action="store_true", help="run under a private MPS daemon")
     add("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    need_gpu(args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     path = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(path)

@@ -18,8 +18,16 @@ def real_prompts(tokenizer: Tokenizer, longest: int = 200) -> list[list[int]]:
 
 
 def first_turns(file: Path, most: int) -> list[str]:
-    """Returns the first turn of each of a file's first lines: JSON with `turns`."""
-    return [json.loads(line)["turns"][0] for line in file.read_text().splitlines()[:most]]
+    """Returns the first turn of each of a file's first lines: JSON with `turns`.
+
+    Ends the program with the reason where the file holds something else.
+    """
+    try:
+        return [json.loads(line)["turns"][0] for line in file.read_text().splitlines()[:most]]
+    except OSError as error:
+        raise SystemExit(f"--prompts {file}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise SystemExit(f"--prompts {file}: not lines of JSON with `turns`") from None
 
 
 def seeded_jobs(prompts: list[list[int]], temperature: float, tokens: int) -> list[Job]:

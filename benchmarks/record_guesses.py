@@ -41,7 +41,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--texts", type=int, help="number of texts [all]")
-    parser.add_argument("--out", type=Path, default=GUESSES)
+    parser.add_argument(
+        "--out", type=Path, default=GUESSES, help="[the table that `adaptive --cold` plays]"
+    )
     args = parser.parse_args()
     prompts = [text[:LONGEST] for text in json.loads(FILE.read_text())[: args.texts]]
     found: dict[str, dict[str, list[str]]] = {draft.name: {} for draft in DRAFTS}

@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 
+from benchmarks.gpu.needed import need_gpu
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    need_gpu(args.device)
     logging.disable(logging.INFO)
     target = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(target)
