@@ -90,6 +90,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
+    if args.turns < 2:
+        parser.error("--turns must be at least 2: a first turn finds nothing in a cache")
     model = model_directory(args.model_path)
     results = [
         measure(model, name, verifiers, blind, args)

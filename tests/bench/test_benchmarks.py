@@ -73,6 +73,7 @@ def test_one_for_a_gpu_says_that_there_is_none(name: str, monkeypatch: pytest.Mo
         ("http_load", ["--server", "ours"], "--server ours: not NAME=URL"),
         ("http_load", ["--server", "a=http://[::1]:9", "--requests", "0"], "must be at least 1"),
         ("http_load", ["--server", "a=http://[::1]:9", "--processes", "1"], "no server to measure"),
+        ("gateway_routing", ["--turns", "1"], "--turns must be at least 2"),
         ("kv_rounding", ["--model-path", "/no/such", "README.md"], "/no/such: no such directory"),
         ("ngram_override", ["--prompts", "/no/such"], "--prompts /no/such: No such file"),
         ("ngram_override", ["--prompts", "README.md"], "README.md: not lines of JSON with `turns`"),
