@@ -15,6 +15,7 @@ drafting and never.
 import argparse
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -60,6 +61,10 @@ def main() -> int:
         parser.error("--seconds and --phase must be at least 1: speeds are those of whole seconds")
     if args.cold:
         return _cold(args.cores, args.stacks)
+    if not re.fullmatch(r"\d+/\d+/\d+", args.tree):
+        parser.error(f"--tree {args.tree}: not depth/topk/nodes")
+    if not args.table.is_file():
+        parser.error(f"--table {args.table}: no such file")
     steps, topk, nodes = map(int, args.tree.split("/"))
     model = StepModel.from_json(args.table, (steps, topk, nodes))
     model = replace(model, first=args.first * 1e-3)
