@@ -62,7 +62,7 @@ def main() -> int:
     if args.cold:
         return _cold(args.cores, args.stacks)
     if not re.fullmatch(r"\d+/\d+/\d+", args.tree):
-        parser.error(f"--tree {args.tree}: not depth/topk/nodes")
+        parser.error(f"--tree {args.tree}: not steps/topk/nodes")
     if not args.table.is_file():
         parser.error(f"--table {args.table}: no such file")
     steps, topk, nodes = map(int, args.tree.split("/"))

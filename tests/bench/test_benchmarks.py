@@ -70,7 +70,7 @@ def test_one_for_a_gpu_says_that_there_is_none(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "argv", "said"),
     [
-        ("adaptive", ["--tree", "5/8"], "--tree 5/8: not depth/topk/nodes"),
+        ("adaptive", ["--tree", "5/8"], "--tree 5/8: not steps/topk/nodes"),
         ("adaptive", ["--table", "/no/such"], "--table /no/such: no such file"),
         ("http_load", ["--server", "ours"], "--server ours: not NAME=URL"),
         ("http_load", ["--server", "a=http://[::1]:9", "--requests", "0"], "must be at least 1"),
