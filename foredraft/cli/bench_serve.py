@@ -293,7 +293,7 @@ async def _run_stage(
 def _print_failures(console: Console, result: StageResult) -> None:
     shown = {(record.error, record.detail) for record in result.records if record.error}
     for error, detail in sorted(shown)[:3]:
-        console.print(f"  {error}: {detail}"[:300], markup=False)
+        console.print(f"  {error}: {detail}"[:300], markup=False, soft_wrap=True)
 
 
 def _setting(
