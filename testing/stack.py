@@ -23,7 +23,7 @@ gateway_processes: list[
     ForkedModule | subprocess.Popen[bytes]
 ] = []  # started by running_gateway, newest last
 CONTEXT_LENGTH = 512
-LONG_REQUEST = {
+LONG_REQUEST: dict[str, Any] = {
     "text": "Once upon a time",
     "sampling_params": {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True},
 }
@@ -130,10 +130,11 @@ def metric(page: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def long_answer(url: str) -> str:
-    """Sends `LONG_REQUEST` to a gateway; returns its text."""
+def long_answer(url: str, num_tokens: int = 150) -> str:
+    """Sends `LONG_REQUEST` to a gateway, for so many tokens; returns its text."""
+    params = {**LONG_REQUEST["sampling_params"], "max_new_tokens": num_tokens}
     with httpx.Client(base_url=url, timeout=120) as http:
-        reply = http.post("/generate", json=LONG_REQUEST)
+        reply = http.post("/generate", json={**LONG_REQUEST, "sampling_params": params})
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["text"]
     return text

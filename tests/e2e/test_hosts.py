@@ -19,6 +19,7 @@ from testing.hosts import Host, other_ranks
 from testing.stack import eventually, free_port, is_idle, long_answer, make_model, running_stack
 
 NAMESPACE = f"foredraft-{os.getpid()}"
+NUM_TOKENS = 50  # four ranks on gloo take two cores for 70 ms each
 # A network interface's name has 15 letters, and tests may run beside each other.
 LINKS = (f"fd{os.getpid()}a", f"fd{os.getpid()}b")
 ADDRESSES = tuple(f"10.231.{os.getpid() % 250}.{host}" for host in (1, 2))
@@ -63,7 +64,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
     address, before = other_host
     where = f"{address}:{free_port()}"
     with running_stack(model, speculative_algorithm="NONE") as stack:
-        expected = long_answer(stack.urls["http"])
+        expected = long_answer(stack.urls["http"], NUM_TOKENS)
     flags = {
         "tensor_parallel_size": 4,
         "nnodes": 2,
@@ -76,7 +77,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
     lines: list[str] = []
     with Host(given, before, is_forked=True) as host, running_stack(model, lines, **flags) as stack:
         url = stack.urls["http"]
-        assert long_answer(url) == expected
+        assert long_answer(url, NUM_TOKENS) == expected
         first, second = other_ranks(lines)
         own = b"foredraft-ranks"
         assert own not in Path(f"/proc/{first}/maps").read_bytes()
@@ -90,7 +91,7 @@ def test_two_hosts_answer_and_a_lost_rank_is_named(
                 httpx.Client(base_url=url, timeout=60) as http,
                 concurrent.futures.ThreadPoolExecutor(1) as pool,
             ):
-                asked = pool.submit(long_answer, url)
+                asked = pool.submit(long_answer, url, NUM_TOKENS)
                 eventually(lambda: not is_idle(http) or asked.done())  # noqa: B023
                 os.kill(pid, number)
                 eventually(lambda: not Path(f"/proc/{verifier}").exists())  # noqa: B023
