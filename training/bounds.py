@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from foredraft.config.options import flag_of
 from foredraft.errors import ConfigError
 
 MAX_SEED = 2**32 - 1  # seeds of steps and batches are made of it, within 64 bits
@@ -20,7 +21,7 @@ def check_least(sizes: Any, least: Mapping[str, int], flags: Mapping[str, str]) 
     for name, bound in least.items():
         value = getattr(sizes, name)
         if value < bound:
-            flag = flags.get(name, "--" + name.replace("_", "-"))
+            flag = flags.get(name, flag_of(name))
             raise ConfigError(f"{flag} must be at least {bound}, not {value}")
 
 

@@ -27,6 +27,7 @@ from foredraft.bench.sweep import Case, Figures, Results, Setting
 from foredraft.cli.sweep_servers import RunningServer, Servers, StartedServers
 from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.flag_parser import FlagParser
+from foredraft.config.options import flag_of
 from foredraft.errors import ConfigError
 
 DESCRIPTION = """\
@@ -135,7 +136,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     for name in _AT_LEAST_ONE:
         given = getattr(arguments, name)
         if min(given if isinstance(given, list) else [given]) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: must be at least 1")
+            raise ConfigError(f"{flag_of(name)}: must be at least 1")
     if not all(0 <= temperature < math.inf for temperature in arguments.temperature):
         raise ConfigError("--temperature: must be at least 0")
     console = report.make_console()

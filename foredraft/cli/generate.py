@@ -25,7 +25,7 @@ from rich.text import Text
 from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import read_values
 from foredraft.config.flag_parser import FlagParser
-from foredraft.config.options import add_arguments
+from foredraft.config.options import add_arguments, flag_of
 from foredraft.errors import ConfigError, ForedraftError, Unavailable
 from foredraft.telemetry.logging import setup
 
@@ -190,11 +190,7 @@ def _service_flags(arguments: argparse.Namespace) -> list[str]:
     meant for this call.
     """
     names = [field.name for field in dataclasses.fields(serve_config.ServeConfig)]
-    return [
-        "--" + name.replace("_", "-")
-        for name in names
-        if hasattr(arguments, name) and name != "api_key"
-    ]
+    return [flag_of(name) for name in names if hasattr(arguments, name) and name != "api_key"]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from foredraft.bench.http_client import HttpClient
 from foredraft.bench.sweep import Setting
 from foredraft.cli import serve, serve_config, stack
 from foredraft.config.algorithms import ALGORITHMS
+from foredraft.config.options import flag_of
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.models.registry import BUNDLED_DRAFTS
 
@@ -33,7 +34,7 @@ class StartedServers:
         given = serve.read_values(serve.make_parser().parse_args(arguments.serve_flags))
         for name in given:
             if name.startswith("speculative_") and name in Setting("NONE", "-", 1, 1, 1).values:
-                raise ConfigError(f"--{name.replace('_', '-')} behind --: that is what is searched")
+                raise ConfigError(f"{flag_of(name)} behind --: that is what is searched")
         quiet = {"port": 0, "grpc_port": 0, "log_level": "warning", "skip_draft_self_test": True}
         self._values = {**quiet, "model_path": arguments.model_path, **given}
         self.model = Path(self._values["model_path"]).name

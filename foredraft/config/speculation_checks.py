@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.by_name import is_by_name
+from foredraft.config.options import flag_of
 from foredraft.config.speculation_flags import SpeculationFlags
 from foredraft.errors import ConfigError
 
@@ -88,9 +89,7 @@ def _check_weights(config: SpeculationFlags) -> None:
 def _check_thresholds(config: SpeculationFlags) -> None:
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         if not 0 < getattr(config, name) <= 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} must be in (0, 1], not {getattr(config, name)}"
-            )
+            raise ConfigError(f"{flag_of(name)} must be in (0, 1], not {getattr(config, name)}")
 
 
 def _check_sizes(config: SpeculationFlags) -> None:
@@ -99,11 +98,10 @@ def _check_sizes(config: SpeculationFlags) -> None:
     for name, most in (("speculative_num_steps", 255), ("speculative_eagle_topk", 64)):
         value = getattr(config, name)
         if value is not None and not 1 <= value <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} must be in [1, {most}], not {value}")
+            raise ConfigError(f"{flag_of(name)} must be in [1, {most}], not {value}")
         if value is not None and why_not:
             raise ConfigError(
-                f"--{name.replace('_', '-')} has no use with --speculative-algorithm {algorithm}:"
-                f" {why_not}"
+                f"{flag_of(name)} has no use with --speculative-algorithm {algorithm}: {why_not}"
             )
     tokens = config.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= 256:
@@ -191,7 +189,7 @@ def _check_ngram(config: SpeculationFlags) -> None:
         for name in ("speculative_ngram_max_match_window_size", "speculative_ngram_branch_length"):
             if getattr(config, name) is not None:
                 raise ConfigError(
-                    f"--speculative-ngram-max-trie-depth and --{name.replace('_', '-')} name the"
+                    f"--speculative-ngram-max-trie-depth and {flag_of(name)} name the"
                     " same thing: give one"
                 )
         if depth < 2:

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from foredraft import __version__
 from foredraft.attention.choice import device_for
+from foredraft.config.options import flag_of
 from foredraft.config.ranks import Nodes
 from foredraft.config.services import VerifyConfig
 from foredraft.errors import ConfigError
@@ -90,7 +91,7 @@ def join_group(
 
 def settings_of(config: VerifyConfig) -> dict[str, str]:
     """Returns the settings that the ranks of all hosts must share, by name."""
-    found = {"--" + name.replace("_", "-"): str(getattr(config, name)) for name in _ALIKE}
+    found = {flag_of(name): str(getattr(config, name)) for name in _ALIKE}
     path = resolve_model_path(config.model_path, config.revision)
     return found | {
         "a model of checksum": model_checksum(path),
