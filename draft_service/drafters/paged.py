@@ -190,12 +190,7 @@ class PagedDrafter(Drafter):
         self, request: draft_pb2.AttachRequest
     ) -> tuple[PagedProposer, draft_pb2.AttachResponse]:
         """Allocates KV for the verifier's pages, and scratch."""
-        asked, own = request.limits, self._limits
-        limits = TreeLimits(
-            asked.num_steps or own.steps,
-            asked.topk or own.topk,
-            asked.num_draft_tokens - 1 if asked.num_draft_tokens else own.nodes,
-        )
+        limits = self._limits.asked(request.limits)
         self._check_limits(limits)
         scratch = Scratch(
             request.num_pages,

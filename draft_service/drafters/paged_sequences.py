@@ -244,10 +244,7 @@ class PagedSequences:
     def _tree_limits(
         self, wanted: draft_pb2.TreeLimits, sequence: PagedSequence
     ) -> TreeLimits | None:
-        steps, topk, nodes = self._limits
-        steps = min(steps, wanted.num_steps or steps)
-        topk = min(topk, wanted.topk or topk)
-        nodes = min(nodes, wanted.num_draft_tokens - 1 if wanted.num_draft_tokens else nodes)
+        steps, topk, nodes = map(min, self._limits, self._limits.asked(wanted))
         # No path can be longer than the number of nodes, or than the context's room.
         steps = min(steps, nodes, self._max_context - sequence.num_tokens)
         return TreeLimits(steps, topk, nodes) if steps > 0 else None

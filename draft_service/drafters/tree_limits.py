@@ -24,6 +24,14 @@ class TreeLimits(NamedTuple):
         steps, topk, tokens = limits
         return cls(steps, topk, tokens - 1)
 
+    def asked(self, message: draft_pb2.TreeLimits) -> "TreeLimits":
+        """Returns the limits that a message asks for; these where it names none."""
+        steps, topk, nodes = self
+        tokens = message.num_draft_tokens
+        return TreeLimits(
+            message.num_steps or steps, message.topk or topk, tokens - 1 if tokens else nodes
+        )
+
     @property
     def message(self) -> draft_pb2.TreeLimits:
         """The limits as a message."""
