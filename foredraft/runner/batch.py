@@ -162,14 +162,15 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
     if all_slots.min() < 0 or all_slots.max() >= num_slots:
         raise ValueError(f"a page table names a page outside the cache of {num_slots} slots")
     logit_rows = np.concatenate(wanted)
-    uploaded = _uploaded((tokens, np.concatenate(positions), all_slots, logit_rows), device)
+    parts = tokens, np.concatenate(positions), all_slots, logit_rows, _reaches(rows)
+    uploaded = _uploaded(parts, device)
     return Batch(
         tokens=uploaded[0],
         positions=uploaded[1],
         slots=uploaded[2],
         spans=spans,
         logit_rows=None if len(logit_rows) == len(tokens) else uploaded[3],
-        reaches=_reaches(rows, device),
+        reaches=uploaded[4] if len(uploaded[4]) else None,
     )
 
 
@@ -188,11 +189,11 @@ def _uploaded(
     return [place[: len(part)] for place, part in zip(places, parts, strict=True)]
 
 
-def _reaches(rows: Sequence[SequenceRows], device: torch.device) -> torch.Tensor | None:
+def _reaches(rows: Sequence[SequenceRows]) -> npt.NDArray[np.int64]:
+    """Returns each row's reach; none at all where no sequence has one."""
     if not any(sequence.reach for sequence in rows):
-        return None
-    lengths = np.repeat([one.reach for one in rows], [len(one.tokens) for one in rows])
-    return torch.from_numpy(lengths.astype(np.int64)).to(device)
+        return np.empty(0, np.int64)
+    return np.repeat([one.reach for one in rows], [len(one.tokens) for one in rows])
 
 
 def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:

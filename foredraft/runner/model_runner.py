@@ -37,6 +37,8 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.attention = attention
+        # Recorded before the newest forward.
+        self._before = torch.cuda.Event() if kv.data.is_cuda else None
         if kv.data.device.type == "cpu":
             keep_freed_memory()
 
@@ -48,6 +50,9 @@ class ModelRunner:
         embeddings: torch.Tensor | None = None,
     ) -> ForwardOutput:
         """Computes the rows of some sequences and writes their KV.
+
+        On a GPU the host waits for the forward before the newest one, so that it runs one ahead,
+        and whatever comes meanwhile need not wait longer.
 
         Args:
             rows: At least one sequence; no two write the same slot.
@@ -62,6 +67,9 @@ class ModelRunner:
         Raises:
             ValueError: Rows that contradict themselves or the cache.
         """
+        if self._before is not None:
+            self._before.synchronize()
+            self._before.record()
         batch = build_batch(rows, self.kv)
         batch.embeddings = embeddings
         with few_variants(self._cut_keys), threads_for(len(batch.positions)):

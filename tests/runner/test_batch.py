@@ -22,8 +22,8 @@ def some_rows(rng: random.Random, num_pages: int) -> list[SequenceRows]:
         start, count = rng.randint(0, 20), rng.randint(1, 9)
         pages = [free.pop() for _ in range(-(-(start + count) // PAGE_SIZE))]
         tokens = [rng.randrange(1000) for _ in range(count)]
-        wanted = rng.choice(["all", "last", "none"])
-        rows.append(SequenceRows.chunk(pages, start, tokens, wanted))
+        wanted, reach = rng.choice(["all", "last", "none"]), rng.choice([0, 0, 50])
+        rows.append(SequenceRows.chunk(pages, start, tokens, wanted, reach))
     return rows
 
 
@@ -31,13 +31,14 @@ def some_rows(rng: random.Random, num_pages: int) -> list[SequenceRows]:
 def test_a_batch_has_the_rows_of_all_sequences(seed: int) -> None:
     rows = some_rows(random.Random(seed), 80)
     batch = build_batch(rows, PagedKV(1, 80, PAGE_SIZE, 1, 8, torch.float32, "cpu"))
-    tokens, positions, slots, wanted = [], [], [], []
+    tokens, positions, slots, wanted, reaches = [], [], [], [], []
     for one in rows:
         for i, token in enumerate(one.tokens):
             if one.logits == "all" or (one.logits == "last" and i == len(one.tokens) - 1):
                 wanted.append(len(tokens))
             key = one.write_index + i
             tokens.append(token)
+            reaches.append(one.reach)
             positions.append(key)
             slots.append(one.pages[key // PAGE_SIZE] * PAGE_SIZE + key % PAGE_SIZE)
     assert batch.tokens.tolist() == tokens
@@ -45,6 +46,8 @@ def test_a_batch_has_the_rows_of_all_sequences(seed: int) -> None:
     assert batch.slots.tolist() == slots
     asked = range(len(tokens)) if batch.logit_rows is None else batch.logit_rows.tolist()
     assert list(asked) == wanted
+    assert (batch.reaches is not None) == any(reaches)
+    assert batch.reaches is None or batch.reaches.tolist() == reaches
     for tensor in (batch.tokens, batch.positions, batch.slots):
         assert tensor.data_ptr() % 16 == 0  # or kernels are compiled for another variant
 

@@ -85,7 +85,6 @@ def executor_of(done: list[str], members: SimpleNamespace, takes: bool = True) -
     filler: Any = MagicMock(shares_keys=members.shares_keys)
     filler.members = members
     executor._filler, executor._vocab_size, executor._tables = filler, 128, MagicMock()
-    executor._before = MagicMock()
     return executor
 
 

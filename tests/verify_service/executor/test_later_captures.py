@@ -131,9 +131,8 @@ def test_without_memory_at_the_start_there_is_none() -> None:
 
 
 @pytest.mark.parametrize("ranks", [None, MagicMock()])
-def test_ranks_do_not_part_ways(ranks: MagicMock | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_part_ways(ranks: MagicMock | None) -> None:
     """Where another rank has begun the step, this one cannot leave it out."""
-    monkeypatch.setattr(torch.cuda, "Event", MagicMock)
     made = Short(lambda: exhaust(weakref.WeakSet()))
     made.warm_up(())
     executor = GraphExecutor(MagicMock(), MagicMock(), made, MagicMock(), None, ranks)

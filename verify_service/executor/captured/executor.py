@@ -65,8 +65,6 @@ class GraphExecutor(EagerExecutor):
         self._filler = RecordFiller(graphs.buffers, simulated)
         self._vocab_size = runner.model.config.vocab_size
         self._tables = SlotTables(graphs.two_phase.tables, sampler.eos_token_ids, self._vocab_size)
-        # Recorded before each forward that is no graph.
-        self._before = torch.cuda.Event()
 
     def close(self) -> None:
         """See Executor."""
@@ -160,10 +158,7 @@ class GraphExecutor(EagerExecutor):
         step: Step,
     ) -> ModelOutput:
         if not self._mixed.takes(rows):
-            step.settle()  # with many launches the host waits for the device
-            # The host is one such forward ahead, so that what comes meanwhile need not wait longer.
-            self._before.synchronize()
-            self._before.record()
+            step.settle()  # the runner waits for the device, and many launches do
             return super()._forward(sequences, rows, step)
         self._mixed.settle()
         # A running step may still read the present block of page updates.
