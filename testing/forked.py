@@ -73,7 +73,8 @@ class ForkedModule:
         descriptors: Sequence[int] | None = None,
     ) -> None:
         variables = dict(os.environ if environment is None else environment)
-        reader, writer = context().Pipe(duplex=False) if has_pipe else (None, None)
+        made = context()
+        reader, writer = made.Pipe(duplex=False) if has_pipe else (None, None)
         self.stdin: IO[bytes] | None = None
         given = {number: _Descriptor(number) for number in descriptors or ()}
         if descriptors is not None:
@@ -83,7 +84,7 @@ class ForkedModule:
         with _lock:
             _server.ensure_running()
             server = _server._forkserver_address  # type: ignore[attr-defined]
-            self._process = context().Process(
+            self._process = made.Process(
                 target=_run_module, args=(module, arguments, variables, writer, given, server)
             )
             self._process.start()
