@@ -270,35 +270,44 @@ def attend(
             is_apart = not together
         if is_apart:
             end_segment = segment_of(end - 1, NEAR, SMALL, LARGE) + 1
+            num_tiles = 0
             for segment in range(first_segment, end_segment, num_splits):
-                first = tl.maximum(start_of(segment, NEAR, SMALL, LARGE), begin)
-                last = tl.minimum(start_of(segment + 1, NEAR, SMALL, LARGE), end)
-                best, total, acc = empty(BLOCK_M, BLOCK_D)
-                if BEHIND:  # the segment's first tiles may be shared ones
+                segment_end = tl.minimum(start_of(segment + 1, NEAR, SMALL, LARGE), end)
+                segment_begin = tl.maximum(start_of(segment, NEAR, SMALL, LARGE), begin)
+                num_tiles += tl.cdiv(segment_end - segment_begin, TILE)
+            best, total, acc = empty(BLOCK_M, BLOCK_D)
+            if BEHIND:  # the first segment's first tiles may be shared ones
+                part = line * num_slots + first_segment
+                goes_on = is_row & (start_of(first_segment, NEAR, SMALL, LARGE) < behind)
+                best, total, acc = load_sums(
+                    part_best, part_total, part_acc, part, goes_on, HEAD_DIM, BLOCK_D
+                )
+            segment, start = first_segment, first
+            last = tl.minimum(start_of(segment + 1, NEAR, SMALL, LARGE), end)
+            # One loop over the tiles of all segments, so that loads go on from one to the next.
+            for _ in tl.range(0, num_tiles):
+                keys = start + tl.arange(0, TILE)
+                seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
+                slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+                in_segment = keys < last
+                is_end = start + TILE >= last
+                next_segment = segment + tl.where(is_end, num_splits, 0)
+                start = tl.where(is_end, start_of(next_segment, NEAR, SMALL, LARGE), start + TILE)
+                last = tl.minimum(start_of(next_segment + 1, NEAR, SMALL, LARGE), end)
+                # Pages of keys are loaded one tile ahead: the compiler then keeps its stages for
+                # keys and values.
+                pages = load_pages(table, start + tl.arange(0, TILE), last, PAGE_SIZE)
+                k = load_rows(k_ptr, slots, in_segment, HEAD_DIM, BLOCK_D)
+                v = load_rows(v_ptr, slots, in_segment, HEAD_DIM, BLOCK_D)
+                best, total, acc = add_tile(q, k, v, seen, best, total, acc, scale, TILE, PRECISION)
+                if is_end:
+                    # Computed late: it would take registers while tiles are added.
                     part = line * num_slots + segment
-                    goes_on = is_row & (start_of(segment, NEAR, SMALL, LARGE) < behind)
-                    best, total, acc = load_sums(
-                        part_best, part_total, part_acc, part, goes_on, HEAD_DIM, BLOCK_D
-                    )
-                for start in tl.range(first, last, TILE):
-                    keys = start + tl.arange(0, TILE)
-                    seen = (keys[None, :] <= newest[:, None]) & (keys[None, :] >= oldest[:, None])
-                    slots = pages.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
-                    # Pages of keys are loaded one tile ahead: the compiler then keeps its stages
-                    # for keys and values.
-                    pages = load_pages(table, keys + TILE, last, PAGE_SIZE)
-                    k = load_rows(k_ptr, slots, keys < last, HEAD_DIM, BLOCK_D)
-                    v = load_rows(v_ptr, slots, keys < last, HEAD_DIM, BLOCK_D)
-                    best, total, acc = add_tile(
-                        q, k, v, seen, best, total, acc, scale, TILE, PRECISION
-                    )
-                # Computed late: it would take registers while tiles are added.
-                part = line * num_slots + segment
-                tl.store(part_best + part, best, mask=is_row)
-                tl.store(part_total + part, total, mask=is_row)
-                tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
-                keys = start_of(segment + num_splits, NEAR, SMALL, LARGE) + tl.arange(0, TILE)
-                pages = load_pages(table, keys, end, PAGE_SIZE)
+                    tl.store(part_best + part, best, mask=is_row)
+                    tl.store(part_total + part, total, mask=is_row)
+                    tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=wanted)
+                    best, total, acc = empty(BLOCK_M, BLOCK_D)
+                segment = next_segment
             return
     if TOGETHER:
         best, total, acc = empty(BLOCK_M, BLOCK_D)

@@ -39,6 +39,7 @@ CASES = [
     (90, 128, FP8, None, "trees"),
     (90, 256, BF16, 128, "row"),
     (90, 256, BF16, 128, "trees"),
+    (90, 256, BF16, 128, "tree"),
     (90, 128, BF16, None, LISTED),
     (86, 128, BF16, None, LISTED),
     (86, 256, BF16, 128, LISTED),
