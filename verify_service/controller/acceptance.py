@@ -119,12 +119,18 @@ class Acceptance:
 
     def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
         """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
-        known = {pool: self._ratio(pool, deviations) for pool in set(pools)}
-        ratios, own = np.stack([known[pool] for pool in pools]), list(rows)
-        prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
-        hits, tries = self._own[own].transpose(1, 2, 0)
+        own, different = self._own[list(rows)], set(pools)
+        hits, tries = own.transpose(1, 2, 0)
+        prior: float | Array
+        if len(different) == 1:  # nearly always
+            [pool] = different
+            ratios = self._ratio(pool, deviations)
+            prior = self._config.prior_outcomes if pool > 1 else self._own_prior
+        else:
+            ratios = np.stack([self._ratio(pool, deviations) for pool in pools]).T
+            prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
         before, columns = np.ones(len(own)), []
-        for ratio, hit, tried in zip(ratios.T, hits, tries + prior, strict=True):
+        for ratio, hit, tried in zip(ratios, hits, tries + prior, strict=True):
             before = (hit + prior * before * ratio) / tried
             columns.append(before)
         gains = np.minimum(np.array(columns).T, self.bins.widths, order="C")
@@ -183,7 +189,7 @@ class Acceptance:
         if len(pending) <= most:
             return False
         rows, pools, sizes, _ = zip(*pending, strict=True)
-        told, size = bins.told[np.minimum(sizes, bins.sizes[-1])], len(bins)
+        told, size = bins.told[[min(num, bins.sizes[-1]) for num in sizes]], len(bins)
         places = [
             i * size + bins.bin_of[node]
             for i, (_, _, num_nodes, accepted) in enumerate(pending)
@@ -191,7 +197,8 @@ class Acceptance:
             if node < num_nodes
         ]
         hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
-        before = np.hstack((told[:, :1], told[:, 1:] * hits[:, :-1]))
+        before = told.copy()
+        before[:, 1:] *= hits[:, :-1]
         gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
@@ -214,13 +221,8 @@ class Acceptance:
             self._pools[:] = self._own[:] = 0.0
             self._doubt = Doubt(config)
         own, pooled = 1 - told / config.own_memory, 1 - weight * told / config.pool_memory
-        shown = weight * np.stack((hits, before), 1)
-        for sums, left, new in (
-            *zip((self._own[row] for row in rows), own, np.stack((hits, told), 1), strict=True),
-            *zip((self._pools[pool] for pool in pools), pooled, shown, strict=True),
-        ):
-            sums *= left
-            sums += new
+        _add(self._own, rows, own, np.stack((hits, told), 1))
+        _add(self._pools, pools, pooled, weight * np.stack((hits, before), 1))
         pending.clear()
         self._ratios.clear()
         return True
@@ -263,10 +265,32 @@ class Acceptance:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
 
+def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
+    """Adds outcomes to sums, one after the other; each keeps a share of what its sum had before.
+
+    Args:
+        sums: [places, 2, bins].
+        places: Place of each outcome.
+        kept: Share that is kept, [outcomes, bins].
+        new: The outcomes, [outcomes, 2, bins].
+    """
+    if len(set(places)) == len(places):
+        sums[list(places)] = sums[list(places)] * kept[:, None] + new
+        return
+    for place in set(places):
+        own = [i for i, one in enumerate(places) if one == place]
+        left = np.cumprod(kept[own][::-1], axis=0)[::-1]  # after each outcome and all later ones
+        later = np.concatenate((left[1:], np.ones_like(left[:1])))
+        sums[place] = sums[place] * left[0] + (later[:, None] * new[own]).sum(axis=0)
+
+
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
     density, wide = gains / widths, widths.tolist()
-    for i in np.flatnonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1)):
+    is_rising = density[:, 1:] > density[:, :-1] + 1e-12
+    if not is_rising.any():
+        return gains
+    for i in np.flatnonzero(is_rising.any(axis=1)):
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
         for gain, width in zip(gains[i].tolist(), wide, strict=True):
             count = 1
