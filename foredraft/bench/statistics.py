@@ -126,7 +126,9 @@ class Summary:
         return told.accepted_tokens / told.drafted_tokens
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a flat object; times in milliseconds, `duration` in seconds."""
+        """Returns a flat object; times in milliseconds, `duration` in seconds. Times that no answer
+        has are None, as those between tokens of answers of one token.
+        """
         told: dict[str, Any] = {
             "load": self.name,
             "duration": self.seconds,
@@ -154,13 +156,12 @@ class Summary:
             ("e2e_latency", self.e2el),
             ("client_lag", self.lag),
         )
-        for name, distribution in named:
-            told[f"mean_{name}_ms"] = distribution.mean * 1e3
-            told[f"std_{name}_ms"] = distribution.std * 1e3
-            told[f"max_{name}_ms"] = distribution.max * 1e3
-            for point, value in distribution.percentiles.items():
-                key = "median" if point == 50 else f"p{point:g}"
-                told[f"{key}_{name}_ms"] = value * 1e3
+        for name, one in named:
+            figures = {"mean": one.mean, "std": one.std, "max": one.max}
+            for point, value in one.percentiles.items():
+                figures["median" if point == 50 else f"p{point:g}"] = value
+            for key, value in figures.items():
+                told[f"{key}_{name}_ms"] = value * 1e3 if one.count else None
         return told
 
 

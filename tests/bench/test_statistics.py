@@ -10,6 +10,7 @@ import pytest
 
 from foredraft.bench.load import Stage, StageResult
 from foredraft.bench.records import Objective, Record, Speculation, apportion
+from foredraft.bench.report import comparison
 from foredraft.bench.statistics import PERCENTILES, Distribution, summarize
 from foredraft.bench.stream import AnswerReader, StreamError
 from foredraft.errors import ConfigError
@@ -65,6 +66,17 @@ def test_percentiles_are_numpys_over_every_request_and_token() -> None:
     assert json.loads(json.dumps(summary.to_json()))["p99_itl_ms"] == pytest.approx(
         1e3 * np.percentile(gaps, 99)
     )
+
+
+def test_answers_of_one_token_have_no_time_between_tokens() -> None:
+    records = [record(index, 0.0, [(0.2 + index, 1)]) for index in range(3)]
+    summary = summarize(StageResult(Stage(3), records, 4.0))
+    told = summary.to_json()
+    names = [f"{key}_{name}_ms" for key in ("mean", "median", "max") for name in ("tpot", "itl")]
+    assert [told[name] for name in names] == [None] * 6
+    assert told["median_ttft_ms"] == pytest.approx(1200)
+    row = [next(column.cells) for column in comparison([summary]).columns]
+    assert row[4:8] == ["1200", "2180", "", ""]
 
 
 def test_nothing_answered_gives_zeros() -> None:
