@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.real_prompts import real_prompts
+from benchmarks.results_folder import results_folder
 from foredraft.models.registry import resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
 from foredraft.types import SamplingParams
@@ -89,11 +90,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--drafts", nargs="+", choices=("NGRAM", *HEADS), help="default: all")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     parser.add_argument("--page", type=Path, help="page to write the table to")
     parser.add_argument("--max-minutes", type=float, default=60.0, help="stop after so long")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     target = resolve_model_path("foredraft-demo")
     prompts = real_prompts(Tokenizer.from_dir(target))
     results = Results(args.out / "accept_length.json", prompts)

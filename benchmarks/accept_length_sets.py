@@ -25,6 +25,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from benchmarks.real_prompts import first_turns, real_prompts, seeded_jobs
+from benchmarks.results_folder import results_folder
 from foredraft.models.head_config import HeadConfig
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 from foredraft.text.tokenizer import Tokenizer
@@ -71,10 +72,9 @@ def main() -> int:
     )
     parser.add_argument("--cost", type=float, default=5.2, help="weights read, in millions [5.2]")
     parser.add_argument("--trees", nargs="+", choices=("cost", "chain", "tree"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     parser.add_argument("--max-minutes", type=float, default=60.0, help="stop after so long")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     target = resolve_model_path("foredraft-demo")
     sets = prompt_sets(target, args.prompts, args.each)
     file = args.out / "accept_length_sets.json"

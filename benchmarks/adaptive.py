@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results_folder import results_folder
 from testing import cold_start
 from testing.policy_simulation import Load, simulate
 from testing.step_model import TABLES, StepModel
@@ -55,7 +56,7 @@ def main() -> int:
     add("--cores", choices=["slow", "fast"], default="slow", help="the two cores of --cold [slow]")
     # Each recorded text comes first in three; standard errors are then 0.005 or less, mostly.
     add("--stacks", type=int, default=96, help="fresh stacks for each cell of --cold")
-    add("--out", type=Path, default=Path("benchmarks/results"))
+    add("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     if min(args.seconds, args.phase) < 1:
         parser.error("--seconds and --phase must be at least 1: speeds are those of whole seconds")
@@ -82,7 +83,6 @@ def main() -> int:
     ]
     _report(grid, transients, args)
     name = f"adaptive_{model.name}_{args.tree.replace('/', '-')}"
-    args.out.mkdir(parents=True, exist_ok=True)
     content = {"table": model.name, "tree": args.tree, "grid": grid, "transients": transients}
     (args.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     _plot(grid, transients, args, args.out / f"{name}.png")

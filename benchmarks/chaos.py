@@ -47,7 +47,7 @@ def main() -> int:
         if first <= number < last and not (reason and fault.needs_room):
             blocks[number * len(blocks) // len(faults)][1].append((number, fault))
     own_room = Room()
-    reports = [one for path in arguments.resume or () for one in _read(path)]
+    reports = [one for part in arguments.resume or () for one in part]
     try:
         asyncio.run(_run(arguments, blocks, own_room, reports))
     finally:
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--deadline", type=float, default=30.0, help="seconds of each request")
     parser.add_argument("--output", type=Path, help="JSON file, written after every fault")
     parser.add_argument(
-        "--resume", nargs="+", type=Path, metavar="FILE", help="leave out what these files have"
+        "--resume", nargs="+", type=_read, metavar="FILE", help="leave out what these files have"
     )
     parser.add_argument(
         "--between", nargs=2, type=int, metavar=("FIRST", "LAST"), help="only a part of the faults"
@@ -163,8 +163,14 @@ def _about(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names} | {"cpus": os.cpu_count()}
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return list(json.loads(path.read_text(encoding="utf-8"))["faults"])
+def _read(path: str) -> list[dict[str, Any]]:
+    """Returns the reports of an earlier run; for `type` of argparse."""
+    try:
+        return list(json.loads(Path(path).read_text(encoding="utf-8"))["faults"])
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise argparse.ArgumentTypeError(f"{path}: no report of benchmarks.chaos") from None
 
 
 if __name__ == "__main__":

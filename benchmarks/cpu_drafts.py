@@ -37,6 +37,7 @@ from safetensors import safe_open
 from benchmarks.accept_length import HEADS, ROOT
 from benchmarks.cpu_serving import PROMPTS
 from benchmarks.model_paths import model_directory
+from benchmarks.results_folder import results_folder
 from draft_service.models.shared_weights import read_token_map
 from foredraft.models.config import ModelConfig
 from foredraft.text.tokenizer import Tokenizer
@@ -102,7 +103,7 @@ def main() -> int:
     add("--text", choices=["usual", "new"], default="usual")
     add("--threads", type=int, default=2)
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    add("--out", type=Path, default=Path("benchmarks/results"))
+    add("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     target = model_directory(args.model_path)
     drafts = _drafts(args)
@@ -317,7 +318,6 @@ def _report(rows: list[dict[str, Any]], counts: dict[str, int], args: argparse.N
             f"| {name} | {millions:.2f} | {2 * millions:.1f} | {4 * millions:.1f} |"
             f" {count / whole:.1%} |"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
     content = {"threads": args.threads, "rows": rows, "weights": counts}
     name = Path(args.model_path).name
     (args.out / f"cpu_drafts_{name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.model_paths import model_directory
+from benchmarks.results_folder import results_folder
 from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     arguments = parser.parse_args()
     use_threads(arguments.threads)
     path = model_directory(arguments.model_path)
@@ -71,7 +72,6 @@ def main() -> None:
     if arguments.kernels:
         del jobs
         result["kernels_ms"] = measure_kernels(model, arguments.repetitions)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "cpu_forward.json").write_text(json.dumps(result, indent=1))
     plot(result, arguments.out / "cpu_forward.png")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results_folder import results_folder
 from foredraft.attention.cpu import CpuAttention
 from foredraft.cpu.threads import use_threads
 from foredraft.kvcache.paged_kv import PagedKV
@@ -75,11 +76,10 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     arguments = parser.parse_args()
     use_threads(arguments.threads)
     results = {name: measure(SHAPES[name], arguments.repetitions) for name in arguments.shape}
-    arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "cpu_quantized.json").write_text(json.dumps(results, indent=1))
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.model_paths import model_directory
+from benchmarks.results_folder import results_folder
 from foredraft.cli.stack import make_supervisor
 from foredraft.config.services import VerifyConfig
 from foredraft.cpu.threads import use_threads
@@ -98,7 +99,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     path = model_directory(args.model_path)
     use_threads(args.threads)
@@ -291,7 +292,6 @@ def _report(table: dict[str, dict[str, list[Run]]], args: argparse.Namespace) ->
                 else f"differs: {', '.join(different)}"
             )
         )
-    args.out.mkdir(parents=True, exist_ok=True)
     result = {
         "model": args.model_path,
         "threads": args.threads,

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+from benchmarks.results_folder import results_folder
 from foredraft.api.draft.v1 import draft_pb2
 from testing.ready import wait_ready
 from verify_service.connection.client import DraftClient
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=12)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--think", type=float, default=0.002, help="seconds between two steps")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,6 @@ def main() -> None:
     print(" | ".join(rows[0]))
     for row in rows:
         print(" | ".join(f"{v:.0f}" if isinstance(v, float) else str(v) for v in row.values()))
-    args.out.mkdir(parents=True, exist_ok=True)
     result = {"cpus": os.cpu_count(), "steps": args.steps, "think_s": args.think, "rows": rows}
     (args.out / "draft_roundtrip.json").write_text(json.dumps(result, indent=2) + "\n")
 

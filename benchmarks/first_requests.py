@@ -19,10 +19,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.real_prompts import FILE
+from benchmarks.results_folder import results_folder
 from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import FIRST_PROMPT
 
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     if PLAIN not in args.drafts:
         parser.error(f"--drafts must have {PLAIN}, which the others are compared with")
@@ -77,7 +77,6 @@ def main() -> int:
         drafts = args.drafts if number % 2 == 0 else args.drafts[::-1]
         rounds.append({draft: _first_requests(draft, args.temperature) for draft in drafts})
         print(_tables(rounds, args.drafts), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     kept = [
         {draft: [asdict(one) for one in answers] for draft, answers in r.items()} for r in rounds
     ]

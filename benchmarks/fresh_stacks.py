@@ -26,10 +26,10 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
 
 from benchmarks.first_requests import PLAIN, ask, fresh_server
 from benchmarks.real_prompts import FILE
+from benchmarks.results_folder import results_folder
 
 CELL_DRAFTS = ("NGRAM", "EAGLE3", "MTP", "STANDALONE")
 REQUESTS, TOKENS = 24, 96
@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--stacks", type=int, default=5, help="fresh servers of each arm [5]")
     parser.add_argument("--batch", type=int, default=1, help="requests at a time [1]")
     parser.add_argument("--at-once", type=int, default=1, help="servers side by side [1]")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     if args.at_once > 1 and args.at_once * CORES > len(os.sched_getaffinity(0)):
         parser.error(f"--at-once: each server needs {CORES} cores of its own")
@@ -57,7 +57,6 @@ def main() -> int:
     for draft in args.drafts:
         arms += [(arm, draft, t) for t in args.temperature for arm in ("default", "always")]
     speeds: Speeds = {}
-    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"fresh_stacks_{args.batch}.json"
     with _pool(args.at_once) as pool:
         asked = [

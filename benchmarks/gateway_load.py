@@ -22,6 +22,7 @@ from pathlib import Path
 
 import uvloop
 
+from benchmarks.results_folder import results_folder
 from foredraft.bench import plots
 from testing.many_streams import Result, Stream, run, running
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--algorithm", default="NGRAM")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     with running(
         args.model_path, args.connections, args.tokens, args.algorithm, args.threads
@@ -86,7 +87,6 @@ def _report(result: Result, short: Result, args: argparse.Namespace) -> None:
         f"\nthe gateway: {per_request:.0f} us a request of one token, {per_token:.1f} us each"
         f" further token; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": " ".join(["python -m benchmarks.gateway_load", *sys.argv[1:]]),
         "connections": args.connections,

@@ -29,6 +29,7 @@ import httpx
 import uvloop
 
 from benchmarks.model_paths import model_directory
+from benchmarks.results_folder import results_folder
 from foredraft.bench import plots, prompts
 from foredraft.bench.http_client import HttpClient
 from testing import verifier_processes as processes
@@ -88,7 +89,7 @@ def main() -> int:
     parser.add_argument("--side-by-side", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     if args.turns < 2:
         parser.error("--turns must be at least 2: a first turn finds nothing in a cache")
@@ -193,7 +194,6 @@ def _report(results: list[Result], args: argparse.Namespace) -> None:
             f" {result.hit_rate():.1%} | {result.hit_rate() / one.hit_rate():.1%} |"
             f" {result.rate:.1f} | {routed} |"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
     record = {
         "command": " ".join(["python -m benchmarks.gateway_routing", *sys.argv[1:]]),
         "cores": os.cpu_count(),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.results_folder import results_folder
 from draft_service.ngram.trie import MatchType, NgramDrafter, NgramRules
 
 VOCAB = 262_144
@@ -152,7 +153,7 @@ def main() -> None:
         "--nodes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 5_000_000]
     )
     parser.add_argument("--max-nodes", type=int, default=11, help="nodes per proposal")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     kinds: tuple[MatchType, ...] = ("BFS", "PROB")
     rows = [measure(nodes, kind, args.max_nodes) for nodes in args.nodes for kind in kinds]
@@ -160,7 +161,6 @@ def main() -> None:
     print(" | ".join(columns))
     for row in rows:
         print(" | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "ngram_trie.json").write_text(json.dumps(rows, indent=2) + "\n")
     plot(rows, args.out / "ngram_trie.png")
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.real_prompts import real_prompts
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from foredraft.errors import Overloaded
 from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
@@ -89,10 +90,9 @@ def main() -> int:
     )
     add("--steps", action="store_true", help="print what steps chose, expected and took")
     add("--mps", action="store_true", help="run under a private MPS daemon")
-    add("--out", type=Path, default=Path("benchmarks/results"))
+    add("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu(args.device)
-    args.out.mkdir(parents=True, exist_ok=True)
     path = resolve_model_path("foredraft-demo")
     tokenizer = Tokenizer.from_dir(path)
     prompts = real_prompts(tokenizer)

@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from benchmarks.results_folder import results_folder
 from benchmarks.soak_load import KEYS, Load
 from foredraft.cli import serve, serve_config, stack
 from foredraft.cli.supervisor import Supervisor
@@ -74,6 +75,10 @@ def main() -> int:
     )
     parser.add_argument("serve_flags", nargs="*", help="flags of foredraft serve, behind --")
     arguments = parser.parse_args()
+    try:
+        results_folder(str(arguments.output.parent))
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--output: {error}")
     if arguments.judge:
         report = json.loads(arguments.judge.read_text())
         report["growth"] = growth(report["samples"], arguments.warm_up)
@@ -145,7 +150,6 @@ class Soak:
     async def run(self) -> None:
         """Loads the stack and samples it until the time is over, then once more when it idles."""
         output = self._arguments.output.with_suffix(".json")
-        output.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         end = start + 60 * self._arguments.minutes
         clients = asyncio.create_task(self._load.run())

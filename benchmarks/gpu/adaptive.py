@@ -32,6 +32,7 @@ from benchmarks.gpu.step_costs import (
     mean_tokens,
     rate_of,
 )
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from testing.engine_steps import Step
 from testing.engines import Harness, running_engine
@@ -260,10 +261,9 @@ def main() -> int:
         type=Path,
         help="file for all steps: kind, end, seconds, batch, rows, ... as JSON",
     )
-    add("--out", type=Path, default=Path("benchmarks/results"))
+    add("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
-    args.out.mkdir(parents=True, exist_ok=True)
     most = max(args.batch)
     result: dict[str, Any] = {
         "mode": args.mode,

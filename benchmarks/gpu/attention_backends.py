@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks.gpu.kernels import microseconds
 from benchmarks.gpu.needed import need_gpu
+from benchmarks.results_folder import results_folder
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.attention.choice import exact_attention_for
 from foredraft.attention.exact_triton import ExactAttention
@@ -224,7 +224,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kinds", nargs="+", default=["prompt", "decode", "tree"])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     rows = []
@@ -235,7 +235,6 @@ def main() -> int:
         rows.append(measure(case, layers))
         torch.cuda.empty_cache()
         print(_line(case, rows[-1]), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "attention_backends.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
+from benchmarks.results_folder import results_folder
 from foredraft.config.options import to_flags
 from foredraft.config.services import KV_CACHE_DTYPES
 from foredraft.telemetry import logging as telemetry_logging
@@ -42,10 +43,9 @@ def main() -> int:
     )
     parser.add_argument("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
-    args.out.mkdir(parents=True, exist_ok=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         target, head = write_checkpoints(Path(folder), args.layers)

@@ -39,6 +39,7 @@ from benchmarks.gpu.shapes import (
 )
 from benchmarks.gpu.timeline import Timeline
 from benchmarks.gpu.timeline import report as report_timelines
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from testing.engines import Harness, running_engine
 
@@ -81,7 +82,7 @@ def main() -> int:
         action="store_true",
         help="also draw each engine's time line; see benchmarks.gpu.timeline",
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
     need_gpu()
@@ -183,7 +184,6 @@ def _measure_peer(mode: str, rows: list[Row], args: argparse.Namespace) -> None:
 
 def report(rows: list[Row], out: Path, about: dict[str, Any]) -> None:
     """Table, JSON and plot."""
-    out.mkdir(parents=True, exist_ok=True)
     (out / "gpu_decode.json").write_text(
         json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1)
     )

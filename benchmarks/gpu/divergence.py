@@ -39,6 +39,7 @@ import torch
 
 from benchmarks.gpu.divergence_models import NAMES, SHAPES, Family, family_of
 from benchmarks.gpu.needed import need_gpu
+from benchmarks.results_folder import results_folder
 from testing.engines import Harness, Job, Result, accept_length, running_engine
 from testing.ties import Reference, first_difference
 
@@ -78,7 +79,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1, help="ranks of the target")
     parser.add_argument("--exactness", default="strict", choices=["strict", "off"])
     parser.add_argument("--gaps", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu(args.device)
     share, shares = map(int, args.shard.split("/"))
@@ -97,7 +98,6 @@ def main() -> int:
             ),
         ]
         report = _compare(family, jobs, [Run.parse(text, family, parser) for text in runs], args)
-    args.out.mkdir(parents=True, exist_ok=True)
     name = f"gpu_divergence_{args.shape}_{args.dtype}_{args.exactness}_{share}of{shares}"
     name += f"_tp{args.tp}.json" if args.tp > 1 else ".json"
     (args.out / name).write_text(json.dumps(report, indent=1))

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import write_checkpoints
+from benchmarks.results_folder import results_folder
 from foredraft.attention.choice import exact_attention_for, target_attention_for
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.kvcache.paged_kv import PagedKV
@@ -54,7 +55,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--prompts", nargs="*", type=int, default=[512, 2048, 8192])
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     device = torch.device("cuda")
@@ -74,7 +75,6 @@ def main() -> int:
         row = {"kind": "prompt", "batch": 1, "context": tokens}
         row |= _both(model, lambda level, n=tokens: _prompt(model, level, n))
         rows.append(_shown(row))
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_exactness.json").write_text(json.dumps(rows, indent=1))
     return 0
 

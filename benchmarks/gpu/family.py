@@ -32,6 +32,7 @@ import numpy as np
 
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.real_prompts import real_prompts
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from foredraft.config.options import to_flags
 from foredraft.models.registry import resolve_model_path
@@ -65,10 +66,9 @@ def main() -> int:
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
-    args.out.mkdir(parents=True, exist_ok=True)
     # Before anything opens the card: a process that has opened it cannot become the daemon's
     # client.
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.needed import need_gpu
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
 from foredraft.rpc.lifetime import DEVICE_LOST
@@ -67,7 +68,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no case after so many")
     parser.add_argument("--resume", action="store_true", help="leave out what --out has already")
     parser.add_argument("--tokens", type=int, default=120, help="of each request")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--spares", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -77,7 +78,6 @@ def main() -> int:
     chosen = args.cases or [
         case for case in CASES if args.device == "cuda" or case.split(":")[0] in ON_HOST
     ]
-    args.out.mkdir(parents=True, exist_ok=True)
     results = Results(args.out / "gpu_faults.json", args)
     with ThreadPoolExecutor(len(args.modes)) as pool:
         runs = [

@@ -12,11 +12,11 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.needed import need_gpu
+from benchmarks.results_folder import results_folder
 from foredraft.kernel_launch import times_on_gpu
 from foredraft.layers import skinny_gemm
 
@@ -37,7 +37,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
@@ -59,7 +59,6 @@ def main() -> int:
                 f" {row['cublas_us']:7.1f}  ours {ours}",
                 flush=True,
             )
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_gemm.json").write_text(json.dumps(results, indent=1))
     return 0
 

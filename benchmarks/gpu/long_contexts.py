@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import flags_of, write_checkpoints
+from benchmarks.results_folder import results_folder
 from foredraft.types import SamplingParams
 from testing.engines import Harness, Job, running_engine
 
@@ -46,7 +47,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--output", type=int, default=97, help="tokens behind each prompt")
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     rows: list[dict[str, Any]] = []
@@ -58,7 +59,6 @@ def main() -> int:
             file.write_text(json.dumps(json.loads(file.read_text()) | changed))
         for variant in args.variants:
             rows += _measure(variant, target, head, args)
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "long_contexts.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 

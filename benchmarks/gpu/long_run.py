@@ -35,6 +35,7 @@ from benchmarks.gpu.long_run_verdict import TIE, problems_of, verdict_of
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.plain_texts import PlainTexts
 from benchmarks.real_prompts import real_prompts
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from foredraft.models.registry import resolve_model_path
 from foredraft.telemetry.metrics import value
@@ -75,11 +76,10 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu(args.device)
     args.until = time.monotonic() + args.seconds
-    args.out.mkdir(parents=True, exist_ok=True)
     StandbyDraft.module = "testing.counted_draft"
     StandbyDraft.num_spares = 3 if args.device == "cuda" else 1
     engines.new_draft = StandbyDraft  # type: ignore[assignment,misc]

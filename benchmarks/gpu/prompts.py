@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import random_jobs
 from benchmarks.gpu.shapes import BITS, TARGETS, flags_of, write_checkpoints
+from benchmarks.results_folder import results_folder
 from testing.engines import running_engine
 from verify_service.executor.captured.mixed import MixedGraphs
 
@@ -71,7 +72,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=1, help="ranks of the target, each on its GPU")
     parser.add_argument("--skip-eager", action="store_true", help="only captured steps")
     parser.add_argument("--peer", type=Path, help="folder of the SGLang bundle")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     if args.peer and (args.shape != "llama-8b" or args.quantization != "unquant"):
@@ -139,7 +140,6 @@ def _milliseconds(seconds: list[float]) -> float:
 
 def report(columns: dict[str, Medians], args: argparse.Namespace) -> None:
     """Table, JSON and plot; ratios to Foredraft's captured steps."""
-    args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [
         {"batch": batch, "length": length, **{n: of.get((batch, length)) for n, of in columns.items()}}  # noqa: E501
         for batch in args.batch

@@ -19,6 +19,7 @@ import torch
 from benchmarks.gpu.exactness import ROWS, prompt_ms, step_ms
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.shapes import LLAMA_8B
+from benchmarks.results_folder import results_folder
 from foredraft.models.decoder import DecoderModel
 from foredraft.models.loader import load_model
 from verify_service.exactness import STRICT, make_exact
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048])
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     rows = []
@@ -61,7 +62,6 @@ def main() -> int:
             ]
         del model
         torch.cuda.empty_cache()
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_quantized.json").write_text(json.dumps(rows, indent=1))
     return 0
 

@@ -25,6 +25,7 @@ import torch
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
+from benchmarks.results_folder import results_folder
 from draft_service.drafters import create_drafter
 from draft_service.service import SERVICE_NAME, DraftService
 from foredraft.api.draft.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
@@ -98,7 +99,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=512)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     args = parser.parse_args()
     need_gpu()
     if len(args.settings) > 1:
@@ -130,7 +131,6 @@ def _run_all(args: argparse.Namespace) -> int:
         command += ["--layers", str(args.layers)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         rows += [json.loads(line[4:]) for line in done.stdout.splitlines() if line[:4] == "ROW "]
-    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu_split.json").write_text(json.dumps(rows, indent=1))
     alone = {(r["mode"], r["batch"]): r for r in rows if r["setting"] == "one process"}
     print("ms a step; acceptance is SIMULATED")

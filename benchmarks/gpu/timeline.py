@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.gpu.needed import need_gpu
 from benchmarks.gpu.runs import run_batch, watched_waits
 from benchmarks.gpu.shapes import MODES, flags_of, write_checkpoints
+from benchmarks.results_folder import results_folder
 from foredraft.cli import mps
 from testing.drafts import DraftProcess
 from testing.engines import Harness, running_engine
@@ -42,11 +43,10 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=320)
     parser.add_argument("--layers", type=int, default=32, help="fewer for debugging")
     parser.add_argument("--mps", action="store_true", help="run under a private MPS daemon")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=results_folder, default="benchmarks/results")
     parser.add_argument("--flags", type=json.loads, default={}, help="more flags, as JSON")
     args = parser.parse_args()
     need_gpu()
-    args.out.mkdir(parents=True, exist_ok=True)
     found = []
     with tempfile.TemporaryDirectory() as folder, mps.running(args.mps) as variables:
         os.environ.update(variables)

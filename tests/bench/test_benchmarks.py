@@ -74,17 +74,44 @@ def test_one_for_a_gpu_says_that_there_is_none(name: str, monkeypatch: pytest.Mo
         ("adaptive", ["--table", "/no/such"], "--table /no/such: no such file"),
         ("http_load", ["--server", "ours"], "--server ours: not NAME=URL"),
         ("http_load", ["--server", "a=http://[::1]:9", "--requests", "0"], "must be at least 1"),
-        ("http_load", ["--server", "a=http://[::1]:9", "--processes", "1"], "no server to measure"),
         ("gateway_routing", ["--turns", "1"], "--turns must be at least 2"),
         ("kv_rounding", ["--model-path", "/no/such", "README.md"], "/no/such: no such directory"),
         ("ngram_override", ["--prompts", "/no/such"], "--prompts /no/such: No such file"),
         ("ngram_override", ["--prompts", "README.md"], "README.md: not lines of JSON with `turns`"),
         ("weight_rounding", ["/no/such/text"], "/no/such/text: no such file"),
+        (
+            "ngram_trie",
+            ["--out", "/dev/null/x"],
+            "--out: /dev/null/x: no folder can be made: Not a",
+        ),
+        ("soak", ["--output", "/dev/null/x/soak"], "--output: /dev/null/x: no folder can be made"),
+        ("chaos", ["--resume", "/no/such"], "--resume: /no/such: No such file"),
+        ("chaos", ["--resume", "README.md"], "README.md: no report of benchmarks.chaos"),
     ],
 )
-def test_mistakes_are_told_in_a_line(name: str, argv: list[str], said: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *argv]
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_mistakes_are_told_in_a_line(
+    name: str,
+    argv: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, *argv])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    code = ended.value.code
+    last = code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert said in last
+    assert isinstance(code, str) or code in (1, 2)
+    assert "\n" not in last
+
+
+def test_what_its_processes_find_wrong_is_told_in_a_line() -> None:
+    argv = ["--server", "a=http://[::1]:9", "--processes", "1"]
+    command = [sys.executable, "-m", "benchmarks.http_load", *argv]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert failed.returncode in (1, 2)
-    assert said in failed.stderr.splitlines()[-1]
+    assert "no server to measure" in failed.stderr.splitlines()[-1]
     assert "Traceback" not in failed.stderr
