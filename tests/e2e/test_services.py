@@ -16,6 +16,7 @@ from foredraft.cli.stack import LocalStack, make_supervisor
 from foredraft.types import SamplingParams
 from testing import stack as stacks
 from testing.checkpoints import EOS, make_checkpoint
+from testing.forked import forked
 from testing.reference import Reference
 from testing.stack import eventually
 from testing.tiny_tokenizers import byte_level, save
@@ -54,6 +55,8 @@ def stack(models: Path, request: pytest.FixtureRequest) -> Iterator[LocalStack]:
     if request.param == "STANDALONE":
         values["speculative_draft_model_path"] = str(models / "draft")
     running = make_supervisor(values, on_line=lambda name, line: print(f"{name}: {line}"))
+    if request.param != "STANDALONE":  # one is started as it is shipped
+        running.launch = forked
     with running:
         running.wait_healthy()
         yield running
