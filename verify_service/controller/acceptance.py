@@ -119,18 +119,13 @@ class Acceptance:
 
     def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
         """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
-        own, different = self._own[list(rows)], set(pools)
-        hits, tries = own.transpose(1, 2, 0)
-        prior: float | Array
-        if len(different) == 1:  # nearly always
-            [pool] = different
-            ratios = self._ratio(pool, deviations)
-            prior = self._config.prior_outcomes if pool > 1 else self._own_prior
-        else:
-            ratios = np.stack([self._ratio(pool, deviations) for pool in pools]).T
-            prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
-        before, columns = np.ones(len(own)), []
-        for ratio, hit, tried in zip(ratios, hits, tries + prior, strict=True):
+        known = list(set(pools))
+        each = np.stack([self._ratio(pool, deviations) for pool in known])
+        ratios = each[[known.index(pool) for pool in pools]]
+        prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
+        hits, tries = self._own[list(rows)].transpose(1, 2, 0)
+        before, columns = np.ones(len(rows)), []
+        for ratio, hit, tried in zip(ratios.T, hits, tries + prior, strict=True):
             before = (hit + prior * before * ratio) / tried
             columns.append(before)
         gains = np.minimum(np.array(columns).T, self.bins.widths, order="C")
@@ -197,8 +192,7 @@ class Acceptance:
             if node < num_nodes
         ]
         hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
-        before = told.copy()
-        before[:, 1:] *= hits[:, :-1]
+        before = np.hstack((told[:, :1], told[:, 1:] * hits[:, :-1]))
         gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
@@ -287,10 +281,7 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
     density, wide = gains / widths, widths.tolist()
-    is_rising = density[:, 1:] > density[:, :-1] + 1e-12
-    if not is_rising.any():
-        return gains
-    for i in np.flatnonzero(is_rising.any(axis=1)):
+    for i in np.flatnonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1)):
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
         for gain, width in zip(gains[i].tolist(), wide, strict=True):
             count = 1

@@ -19,8 +19,7 @@ class AskedFirst:
     """
 
     def __init__(self, number: int, config: ControllerConfig) -> None:
-        self._number = number
-        self._config = config
+        self._number, self._config = number, config
         self._worth, self._count = config.prior_chance, 0.0
 
     def worth(self, histories: Sequence[DraftHistory], is_optimistic: bool) -> list[float]:

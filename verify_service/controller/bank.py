@@ -20,11 +20,9 @@ class Bank:
     """
 
     def __init__(self, config: ControllerConfig, step: float) -> None:
-        self.step = step
-        self.is_suspended = False
+        self.step, self.is_suspended = step, False
         self._config = config
-        self._steps = config.bank_steps
-        self._credit = 2 * config.bank_steps
+        self._steps, self._credit = config.bank_steps, 2 * config.bank_steps
 
     @property
     def has_any(self) -> bool:

@@ -29,10 +29,8 @@ class CostModel:
     def __init__(
         self, table: Table, per_token: float = 0.0, config: ControllerConfig = DEFAULT
     ) -> None:
-        self.table = table
-        self.context = 0
-        self._config = config
-        self._per_token = per_token
+        self.table, self.context = table, 0
+        self._config, self._per_token = config, per_token
         self._level = 0.0  # log of the recent slowdown of all kinds of steps against the table
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps

@@ -84,8 +84,7 @@ class RowTable:
     is_padded = False
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
-        self._widths = list(widths)
-        self._seconds = rising(seconds)
+        self._widths, self._seconds = list(widths), rising(seconds)
         self.measured = dict(zip(widths, self._seconds, strict=True))
         self.unit = self._seconds[0]
         self.row = 0.0
