@@ -120,8 +120,10 @@ def comparison(summaries: Sequence[Summary]) -> Table:
     for summary in summaries:
         row = [str(summary.num_ok), f"{summary.request_rate:.2f}", f"{summary.output_rate:.1f}"]
         for found in (summary.ttft, summary.tpot, summary.e2el):
-            points = (50.0, 99.0)
-            row += [f"{found.percentiles[p] * 1e3:.0f}" if found.count else "" for p in points]
+            row += [
+                f"{found.percentiles[point] * 1e3:.0f}" if found.count else ""
+                for point in (50.0, 99.0)
+            ]
         if has_goodput:
             row.append(f"{summary.goodput or 0:.2f}")
         if has_speculation:

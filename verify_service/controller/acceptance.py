@@ -184,7 +184,7 @@ class Acceptance:
         if len(pending) <= most:
             return False
         rows, pools, sizes, _ = zip(*pending, strict=True)
-        told, size = bins.told[[min(num, bins.sizes[-1]) for num in sizes]], len(bins)
+        told, size = bins.told[np.minimum(sizes, bins.sizes[-1])], len(bins)
         places = [
             i * size + bins.bin_of[node]
             for i, (_, _, num_nodes, accepted) in enumerate(pending)
