@@ -128,7 +128,8 @@ class Worker:
     def _follow(self, runner: ModelRunner, kind: Kind, message: bytes) -> None:
         if kind is Kind.FORWARD:
             asked = messages.read_forward(message)
-            self._local.logits = runner.forward(asked.rows, asked.capture).logits
+            rows, capture, all_hidden = asked.rows, asked.capture, asked.all_hidden
+            self._local.logits = runner.forward(rows, capture, all_hidden=all_hidden).logits
         elif kind is Kind.CHOICE:
             self._local.choose(*messages.read_choice(message))
         elif kind is Kind.GATHER:

@@ -48,24 +48,29 @@ class WarmUp:
     ) -> None:
         self._runner, self._num_levels = runner, num_levels
         group_size = runner.model.group_size
+        # Nothing is captured while no draft is attached; one that reads no layers may read the
+        # hidden states of all rows.
+        reads = ((tuple(layers), False), ((), False), ((), not layers))
         self._forwards = [
-            (rows, captured)
+            (rows, captured, all_hidden)
             for rows in forwards_to_run(reach, runner.kv, group_size, runner.attention)
-            # Nothing is captured while no draft is attached.
-            for captured in dict.fromkeys((tuple(layers), ()))
+            for captured, all_hidden in dict.fromkeys(reads)
         ]
         self._width = runner.model.config.hidden_size * max(1, len(layers))
 
     def trials(self) -> list[Callable[[], object]]:
         """Returns the forwards as functions that `compile_ahead` takes."""
-        return [self._runner.trial(*forward) for forward in self._forwards]
+        return [
+            self._runner.trial(rows, captured, all_hidden)
+            for rows, captured, all_hidden in self._forwards
+        ]
 
     def run(self) -> None:
         """Runs the forwards, which compiles missing kernels."""
         started = time.monotonic()
         with self._runner.without_repeats():
-            for forward in self._forwards:
-                self._runner.forward(*forward)
+            for rows, captured, all_hidden in self._forwards:
+                self._runner.forward(rows, captured, all_hidden=all_hidden)
         self._hand_over()
         torch.cuda.synchronize(self._runner.kv.data.device)
         logger.info("ran what no graph takes in %.1f s", time.monotonic() - started)

@@ -182,7 +182,7 @@ def _prompt(model: DecoderModel, level: str, num_tokens: int) -> Callable[[], ob
     if num_tokens > mixed_sizes(model, num_tokens)[-1]:
         runner = ModelRunner(model, kv, attention)
         rows = SequenceRows.chunk(pages, 0, [17] * num_tokens)
-        return lambda: runner.forward([rows])
+        return lambda: runner.forward([rows], all_hidden=False)
     tables = torch.tensor([pages, pages], dtype=torch.int32, device=kv.data.device)
     graphs = MixedGraphs(model, kv, attention, tables=tables, max_tree=1, max_rows=num_tokens)
     chunk = StepRows(0, 0, [17] * num_tokens, None, "last")

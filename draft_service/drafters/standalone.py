@@ -247,7 +247,8 @@ class _Levels:
         self, rows: Sequence[SequenceRows], features: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See LevelRunner."""
-        return self._runner.forward(rows).logits[:, : self._columns], None
+        output = self._runner.forward(rows, all_hidden=False)
+        return output.logits[:, : self._columns], None
 
     def forward(
         self, batch: Batch, features: torch.Tensor | None, sources: torch.Tensor | None

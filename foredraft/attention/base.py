@@ -30,6 +30,8 @@ class SequenceSpan:
             row sees; None for causal rows (write_index == prefix_len).
         tail_positions: int64 [write_index + n - prefix_len], positions of the tail's keys; None
             where they equal the key indexes.
+        first_wanted: First of the rows whose logits are computed, among the sequence's; those after
+            it are computed too.
     """
 
     first_row: int
@@ -40,11 +42,22 @@ class SequenceSpan:
     write_index: int
     tail_mask: torch.Tensor | None = None
     tail_positions: npt.NDArray[np.int64] | None = None
+    first_wanted: int = 0
 
     @property
     def num_rows(self) -> int:
         """Number of rows of the sequence."""
         return len(self.positions)
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of rows whose logits are computed."""
+        return self.num_rows - self.first_wanted
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether each row follows the one before it, as no tree's do."""
+        return self.tail_mask is None and self.tail_positions is None
 
     @property
     def num_keys(self) -> int:
@@ -67,6 +80,7 @@ class SequenceSpan:
             positions=self.positions[begin:end],
             prefix_len=write_index,
             write_index=write_index,
+            first_wanted=min(max(self.first_wanted - begin, 0), end - begin),
         )
 
 
@@ -112,8 +126,7 @@ class Batch:
         spans: tuple[list[SequenceSpan], list[SequenceSpan]] = [], []
         for span in self.spans:
             cut = num_rows - span.first_row
-            is_causal = span.tail_mask is None and span.tail_positions is None
-            if 0 < cut < span.num_rows and not is_causal:
+            if 0 < cut < span.num_rows and not span.can_be_cut:
                 cut, num_rows = 0, span.first_row
             if cut > 0:
                 spans[0].append(span.part(0, min(cut, span.num_rows), span.first_row))
@@ -121,17 +134,66 @@ class Batch:
                 begin = max(cut, 0)
                 spans[1].append(span.part(begin, span.num_rows, span.first_row + begin - num_rows))
         first, second = slice(num_rows), slice(num_rows, None)
-        return self._rows(first, spans[0]), self._rows(second, spans[1])
+        wanted: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if self.logit_rows is not None:
+            count = sum(span.num_wanted for span in spans[0])
+            wanted = self.logit_rows[:count], self.logit_rows[count:] - num_rows
+        return self._rows(first, spans[0], wanted[0]), self._rows(second, spans[1], wanted[1])
 
-    def _rows(self, rows: slice, spans: Sequence[SequenceSpan]) -> "Batch":
+    def _rows(
+        self,
+        rows: slice | torch.Tensor,
+        spans: Sequence[SequenceSpan],
+        logit_rows: torch.Tensor | None = None,
+    ) -> "Batch":
         return Batch(
             self.tokens[rows],
             self.positions[rows],
             self.slots[rows],
             spans,
-            embeddings=None if self.embeddings is None else self.embeddings[rows],
+            logit_rows,
+            None if self.embeddings is None else self.embeddings[rows],
             reaches=None if self.reaches is None else self.reaches[rows],
         )
+
+    @property
+    def wants_few(self) -> bool:
+        """Whether logits are computed of few rows, and `wanted` can pick them."""
+        if self.plan is not None or self.logit_rows is None:
+            return False
+        can_pick = all(span.can_be_cut or not span.first_wanted for span in self.spans)
+        return can_pick and 2 * len(self.logit_rows) <= self.num_rows
+
+    def wanted(self) -> tuple[torch.Tensor, "Batch"]:
+        """Returns the rows with logits as a batch of their own, behind their indexes int64 [n]; the
+        last row where there are none. Only for a batch that `wants_few`, or halves of one.
+        """
+        assert self.logit_rows is not None
+        index, spans, first = self.logit_rows, list[SequenceSpan](), 0
+        for span in self.spans:
+            if span.num_wanted:
+                spans.append(span.part(span.first_wanted, span.num_rows, first))
+                first += span.num_wanted
+        if not spans:
+            last = self.spans[-1]
+            index = index.new_full((1,), self.num_rows - 1)
+            spans = [last.part(last.num_rows - 1, last.num_rows, 0)]
+        return index, self._rows(index, spans)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """Names rows of a batch that a layer returns; of the others it computes keys and values alone.
+
+    Attributes:
+        index: int64 [n], at least one.
+        count: Number of them that are asked for: all, or 0 where one is computed for none.
+        plan: Backend's plan of these rows.
+    """
+
+    index: torch.Tensor
+    count: int
+    plan: object
 
 
 @dataclass(frozen=True, slots=True)

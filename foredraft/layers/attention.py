@@ -5,7 +5,7 @@ output.
 import torch
 from torch import nn
 
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend, Batch, WantedRows
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.heads import Heads
 from foredraft.layers.linear import Linear, MethodChoice, plain_weights
@@ -100,6 +100,7 @@ class SelfAttention(nn.Module):
         plan: object,
         later: bool = False,
         rounded: RoundedRows | None = None,
+        wanted: WantedRows | None = None,
     ) -> torch.Tensor:
         """Computes attention, [num_rows, input_size] -> [num_rows, hidden_size].
 
@@ -108,9 +109,12 @@ class SelfAttention(nn.Module):
             layer: Index of the layer in the cache.
             later: Whether the result may be the parts of `Linear.deferred`.
             rounded: See `Linear.deferred`.
+            wanted: Rows to return; None for all.
         """
         queries = self._make_queries(x, angles, layer, batch, kv, rounded)
-        out = new_rows(x, x.shape[0], self.output.num_inputs)
+        if wanted is not None:
+            queries, plan = queries[wanted.index], wanted.plan
+        out = new_rows(x, queries.shape[0], self.output.num_inputs)
         attention.attend(plan, queries, layer, self.window, self._scale, out)
         return self.output.deferred(out) if later else self.output(out)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend, Batch, WantedRows
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
@@ -35,7 +35,8 @@ class ModelOutput:
 
     Attributes:
         logits: [requested rows, vocab_size]; float32 on the CPU, the activations' type on a GPU.
-        hidden: [num_rows, hidden_size], hidden states after the final norm.
+        hidden: [num_rows, hidden_size], hidden states after the final norm; of the requested rows
+            alone where the forward was not asked for all.
         captured: For each requested layer, in order, its input (the residual stream) [num_rows,
             hidden_size].
         streams: [num_rows, requested layers * hidden_size], with `captured` as views; None without
@@ -167,6 +168,7 @@ class DecoderModel(nn.Module):
         attention: AttentionBackend,
         capture: Sequence[int] = (),
         plan: Sequence[Part] | None = None,
+        all_hidden: bool = True,
     ) -> ModelOutput:
         """Computes the batch's rows and writes their keys and values to `kv`.
 
@@ -174,10 +176,16 @@ class DecoderModel(nn.Module):
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the
                 last one.
             plan: Result of `plan`; None to make it.
+            all_hidden: Whether hidden states of all rows are wanted. Without them a prompt, whose
+                last row alone has logits, is spared most of the last layer.
         """
+        if plan is None:
+            all_hidden = all_hidden or len(self.decoder_layers) in capture
+            plan = self.plan(batch, kv, attention, all_hidden)
         x, captured, streams = self.states(batch, kv, attention, capture, plan)
-        wanted = x if batch.logit_rows is None else x[batch.logit_rows]
-        return ModelOutput(self.lm_head(wanted), x, captured, streams, tuple(capture))
+        is_picked = batch.logit_rows is None or plan[0].wanted is not None
+        logits = self.lm_head(x if is_picked else x[batch.logit_rows])
+        return ModelOutput(logits, x, captured, streams, tuple(capture))
 
     def reserve(self, num_rows: int) -> None:
         """Reserves memory for forwards of up to so many rows where ranks compute halves in turns;
@@ -204,8 +212,15 @@ class DecoderModel(nn.Module):
     def _halved_rows(self) -> int:
         return max(2, -(-HALVED_PRODUCTS // (self.layer_products * self._group.size)))
 
-    def plan(self, batch: Batch, kv: PagedKV, attention: AttentionBackend) -> Sequence[Part]:
-        """Prepares a batch, on the host and on the device: what is computed together."""
+    def plan(
+        self, batch: Batch, kv: PagedKV, attention: AttentionBackend, all_hidden: bool = True
+    ) -> Sequence[Part]:
+        """Prepares a batch, on the host and on the device: what is computed together.
+
+        Args:
+            all_hidden: See `forward`.
+        """
+        picks = not all_hidden and batch.wants_few
         shares: Sequence[tuple[Batch, SumGroup]] = [(batch, self._group)]
         halves = self._group.halves(self.dtype) if batch.plan is None else None
         if halves is not None and batch.num_rows >= self._halved_rows:
@@ -214,7 +229,13 @@ class DecoderModel(nn.Module):
         found, first = [], 0
         for rows, group in shares:
             plan = attention.plan(rows, kv, self._windows, self.group_size)
-            found.append(Part(first, rows, kv, attention, plan, group))
+            wanted = None
+            if picks:
+                index, last = rows.wanted()
+                count = sum(span.num_wanted for span in rows.spans)
+                plan_of_last = attention.plan(last, kv, self.config.windows[-1:], self.group_size)
+                wanted = WantedRows(index, count, plan_of_last)
+            found.append(Part(first, rows, kv, attention, plan, group, wanted))
             first += rows.num_rows
         return found
 
@@ -279,11 +300,12 @@ class DecoderModel(nn.Module):
             (layer.attention_norm, layer.attention.qkv) for layer in self.decoder_layers[1:]
         ]
         after.append((self.norm, None))
-        for index in self._layers_to_run(copies):
+        last = len(self.decoder_layers) - 1
+        for index in self._layers_to_run(copies, part.wanted is not None):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
-            copy = copies.get(index + 1)
-            x = yield from layer(x, stream, rope, part, *after[index], copy)
-        return x.rows
+            copy, wanted = copies.get(index + 1), part.wanted if index == last else None
+            x = yield from layer(x, stream, rope, part, *after[index], copy, wanted)
+        return x.rows if part.wanted is None else x.rows[: part.wanted.count]
 
     @contextmanager
     def without_repeats(self) -> Iterator[None]:
@@ -298,18 +320,20 @@ class DecoderModel(nn.Module):
         finally:
             self._has_repeats = True
 
-    def _layers_to_run(self, copied: Container[int]) -> Iterable[int]:
+    def _layers_to_run(self, copied: Container[int], picks: bool) -> Iterable[int]:
         """Returns the indexes of the layers to compute.
 
         Args:
             copied: Layers whose entering residual stream is copied.
+            picks: Whether the last layer returns some rows alone.
         """
         every = range(len(self.decoder_layers))
         if self._has_repeats:
             return every
         found: dict[Hashable, int] = {}
         for index in every:
-            found.setdefault((self._kinds[index], index + 1 in copied), index)
+            picks_here = picks and index == every[-1]
+            found.setdefault((self._kinds[index], index + 1 in copied, picks_here), index)
         return found.values()
 
     @functools.cached_property

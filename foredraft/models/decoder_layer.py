@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from foredraft.attention.base import AttentionBackend, Batch
+from foredraft.attention.base import AttentionBackend, Batch, WantedRows
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
@@ -30,6 +30,7 @@ class Part:
         attention: Attention backend.
         plan: The backend's plan of the rows.
         group: Ranks that compute these rows together.
+        wanted: Rows that the last layer returns; None for all.
     """
 
     first: int
@@ -38,6 +39,7 @@ class Part:
     attention: AttentionBackend
     plan: object
     group: SumGroup
+    wanted: WantedRows | None = None
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the part's rows of a tensor [num_rows, ...]."""
@@ -81,6 +83,7 @@ class DecoderLayer(nn.Module):
         next_norm: RMSNorm,
         next_reader: Linear | None,
         copy: torch.Tensor | None,
+        wanted: WantedRows | None = None,
     ) -> Generator[None, None, Normed]:
         """Computes the next layer's input [num_rows, hidden_size], in two steps: each ends when it
         has begun a sum over the ranks.
@@ -94,11 +97,15 @@ class DecoderLayer(nn.Module):
             next_norm: Norm that the stream gets after this layer.
             next_reader: Layer that reads the result first; None for none that gains from it.
             copy: Second place for the stream after this layer, or None.
+            wanted: Rows to return; None for all. Of the others only keys and values are computed.
         """
         group = part.group
         own = angles, self._layer, part.batch, part.kv, part.attention, part.plan
         # Attention's result is let go before the MLP, which may use its memory.
-        delta = group.begin_sum(self.attention(x.rows, *own, later=True, rounded=x.rounded))
+        delta = self.attention(x.rows, *own, later=True, rounded=x.rounded, wanted=wanted)
+        delta = group.begin_sum(delta)
+        if wanted is not None:
+            stream = stream[wanted.index]
         yield
         post = self.attention_post_norm
         x = self.mlp_norm.add(stream, delta, post, None, group, self.mlp.gate_up)

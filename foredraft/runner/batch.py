@@ -152,12 +152,7 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
         positions.append(span.positions)
         indexes = np.arange(span.write_index, span.num_keys)
         slots.append(span.pages[indexes // page_size] * page_size + indexes % page_size)
-        first_wanted = {"all": 0, "last": span.num_rows - 1, "none": span.num_rows}
-        wanted.append(
-            np.arange(
-                span.first_row + first_wanted[sequence.logits], span.first_row + span.num_rows
-            )
-        )
+        wanted.append(np.arange(span.first_wanted, span.num_rows) + span.first_row)
     all_slots = np.concatenate(slots)
     if all_slots.min() < 0 or all_slots.max() >= num_slots:
         raise ValueError(f"a page table names a page outside the cache of {num_slots} slots")
@@ -227,4 +222,5 @@ def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:
         tail_positions=None
         if rows.tail_positions is None
         else np.asarray(rows.tail_positions, dtype=np.int64),
+        first_wanted={"all": 0, "last": num_rows - 1, "none": num_rows}[rows.logits],
     )

@@ -48,6 +48,7 @@ class ModelRunner:
         rows: Sequence[SequenceRows],
         capture: Sequence[int] = (),
         embeddings: torch.Tensor | None = None,
+        all_hidden: bool = True,
     ) -> ForwardOutput:
         """Computes the rows of some sequences and writes their KV.
 
@@ -59,6 +60,7 @@ class ModelRunner:
             capture: Layers whose input (the residual stream) is returned too; see
                 `DecoderModel.forward`.
             embeddings: [num_rows, hidden], used instead of the tokens' embeddings.
+            all_hidden: Whether hidden states of all rows are wanted, see `DecoderModel.forward`.
 
         Returns:
             Logits float32 [R, vocab_size] of the rows that ask for them, in order; hidden states
@@ -73,7 +75,9 @@ class ModelRunner:
         batch = build_batch(rows, self.kv)
         batch.embeddings = embeddings
         with few_variants(self._cut_keys), threads_for(len(batch.positions)):
-            return self.model.forward(batch, self.kv, self.attention, capture)
+            return self.model.forward(
+                batch, self.kv, self.attention, capture, all_hidden=all_hidden
+            )
 
     def without_repeats(self) -> AbstractContextManager[None]:
         """See DecoderModel."""
@@ -81,14 +85,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def trial(
-        self, rows: Sequence[SequenceRows], capture: Sequence[int] = ()
+        self,
+        rows: Sequence[SequenceRows],
+        capture: Sequence[int] = (),
+        all_hidden: bool = True,
     ) -> Callable[[], object]:
         """Returns a function that launches the kernels of `forward`, for their compilation; it
         copies nothing from the host.
         """
         batch = build_batch(rows, self.kv)
         with few_variants(self._cut_keys):
-            plan = self.model.plan(batch, self.kv, self.attention)
+            plan = self.model.plan(batch, self.kv, self.attention, all_hidden)
 
         @torch.inference_mode()
         def run() -> None:

@@ -3,13 +3,11 @@
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.attention.base import Batch
 from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models import decoder
@@ -18,6 +16,7 @@ from foredraft.parallel.group import Group, SingleRank
 from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.trees.draft_tree import DraftTree
+from testing.attention_spans import seen
 from testing.checkpoints import ARCHITECTURES, make_checkpoint
 from testing.cpu_ranks import run_ranks
 from verify_service.executor.ranks.host_group import HostGroup
@@ -99,29 +98,6 @@ def test_ranks_compute_halves(tmp_path: Path) -> None:
         torch.testing.assert_close(halved[:-1], expected[:-1], atol=1e-4, rtol=1e-4)
 
 
-def seen(batch: Batch, first_row: int) -> dict[int, tuple[object, ...]]:
-    """Returns what the batch says of each row, by its index in the whole batch: token, position,
-    where its keys go, and which keys it sees at which positions.
-    """
-    found = {}
-    for span in batch.spans:
-        for row in range(span.num_rows):
-            at = span.first_row + row
-            keys = list(range(span.prefix_start, span.prefix_len))
-            positions = keys.copy()
-            tail = range(span.prefix_len, span.num_keys)
-            mask = np.tri(span.num_rows, dtype=bool)[row]
-            if span.tail_mask is not None:
-                mask = span.tail_mask.numpy()[row]
-            own = tail if span.tail_positions is None else span.tail_positions.tolist()
-            keys += [key for key, is_seen in zip(tail, mask, strict=True) if is_seen]
-            positions += [p for p, is_seen in zip(own, mask, strict=True) if is_seen]
-            values = batch.tokens[at], batch.positions[at], batch.slots[at], span.positions[row]
-            pages = tuple(span.pages.tolist())
-            found[first_row + at] = (*map(int, values), pages, tuple(keys), tuple(positions))
-    return found
-
-
 @given(st.data())
 def test_every_row_keeps_what_it_sees(data: st.DataObject) -> None:
     kv = PagedKV(1, 24, PAGE_SIZE, 1, 2, torch.float32, CPU)
@@ -149,4 +125,5 @@ def test_every_row_keeps_what_it_sees(data: st.DataObject) -> None:
         assert first.num_rows == wanted
     else:
         assert first.num_rows == cut[0].first_row
-    assert seen(first, 0) | seen(second, first.num_rows) == seen(batch, 0)
+    later = {first.num_rows + row: values for row, values in seen(second).items()}
+    assert seen(first) | later == seen(batch)

@@ -35,6 +35,7 @@ class Drafts:
         are_several: Whether there is more than one.
         capture: Layers whose input residual stream a draft reads; empty for the state after the
             final norm, None where no draft reads hidden states.
+        read_final: Whether one of the drafts reads states after the final norm.
         assigned: Number of each sequence's draft, by request id; only with several drafts.
     """
 
@@ -43,6 +44,7 @@ class Drafts:
         self.names = tuple(one.name for one in self.each)
         self.are_several = len(self.each) > 1
         self.capture: tuple[int, ...] | None = None
+        self.read_final = False
         self.assigned: dict[int, int] = {}
         self._proposers: dict[int, int] = {}  # by request: draft of the newest verified tree
         self._num_changes = [0] * len(self.each)
@@ -93,6 +95,7 @@ class Drafts:
         for one in self.each:
             one.refresh()
         self.capture = layers_to_capture(one.capabilities for one in self.each)
+        self.read_final = any(one.capabilities.layers == () for one in self.each)
 
     def release(self, slots: Sequence[int]) -> None:
         """Records that sequences have released slots."""

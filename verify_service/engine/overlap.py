@@ -164,7 +164,9 @@ class OverlapScheduler:
             count = len(running.sequences) * running.started.num_rows
             running.gathered = self._gather(running, count)
         settle = partial(self._settle, running)
-        pending = self._executor.submit(Step((), chunks, self._capture, settle=settle))
+        all_hidden = self._drafts.read_final
+        step = Step((), chunks, self._capture, settle=settle, all_hidden=all_hidden)
+        pending = self._executor.submit(step)
         pending.choose()
         return pending.finish()
 

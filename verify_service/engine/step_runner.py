@@ -102,7 +102,8 @@ class StepRunner:
         batch = self._batch(plan, proposals)
         # Behind prompts, the host also waited for these.
         wait = NO_WAIT if behind else self._sizes.wait(plan.decode, proposals, drafted - started)
-        step = Step(batch, plan.prefill, self._drafts.capture or ())
+        capture, all_hidden = self._drafts.capture or (), self._drafts.read_final
+        step = Step(batch, plan.prefill, capture, all_hidden=all_hidden)
         if self._overlaps and self._executor.can_overlap(step):
             self._in_flight = self._overlap.start(step, wait, behind)
             return

@@ -61,6 +61,7 @@ class Step:
             `batch` are empty.
         settle: Waits for the previous step, and ends its wait for a draft that is late. Call it
             before anything that waits for the device, since nobody could end that wait.
+        all_hidden: Whether a draft reads states after the final norm, of rows without logits too.
     """
 
     batch: Sequence[VerifyRows]
@@ -68,6 +69,7 @@ class Step:
     capture: Sequence[int] = ()
     ahead: Ahead | None = None
     settle: Callable[[], None] = no_wait
+    all_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,12 @@ class EagerExecutor(Executor):
     ) -> ForwardOutput:
         """Computes all rows of a step in one forward."""
         pages = [sequence.pages for sequence in sequences]
-        return self._runner.forward(list(map(SequenceRows.of, rows, pages)), step.capture)
+        is_scored = any(chunk.seq.score_from is not None for chunk in step.chunks)
+        return self._runner.forward(
+            list(map(SequenceRows.of, rows, pages)),
+            step.capture,
+            all_hidden=step.all_hidden or is_scored,
+        )
 
     def _chunk_rows(self, chunk: PrefillChunk) -> StepRows:
         sequence, start = chunk.seq, chunk.start

@@ -79,7 +79,7 @@ def executor_of(done: list[str], members: SimpleNamespace, takes: bool = True) -
     """
     executor = GraphExecutor.__new__(GraphExecutor)
     runner: Any = MagicMock()
-    runner.forward.side_effect = lambda *args: done.append("forward") or MagicMock()
+    runner.forward.side_effect = lambda *args, **options: done.append("forward") or MagicMock()
     executor._runner, executor._sampler, executor._dynamic_from = runner, MagicMock(), None
     executor._graphs, executor._mixed = Noted(done), NotedPrompts(done, takes)
     filler: Any = MagicMock(shares_keys=members.shares_keys)

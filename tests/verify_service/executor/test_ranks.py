@@ -74,10 +74,11 @@ def test_forwards_arrive_as_they_were_sent(seed: int) -> None:
     rng = random.Random(seed)
     sent = [rows(rng) for _ in range(rng.randrange(1, 9))]
     capture = tuple(rng.randrange(99) for _ in range(rng.randrange(4)))
-    message = messages.forward(sent, capture)
+    all_hidden = rng.random() < 0.5
+    message = messages.forward(sent, capture, all_hidden)
     assert messages.kind_of(message) is messages.Kind.FORWARD
     found = messages.read_forward(message)
-    assert found.capture == capture
+    assert (found.capture, found.all_hidden) == (capture, all_hidden)
     for one, other in zip(found.rows, sent, strict=True):
         for name in SequenceRows.__slots__:
             got, want = getattr(one, name), getattr(other, name)

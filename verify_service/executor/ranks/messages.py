@@ -86,6 +86,7 @@ class Forward:
 
     rows: list[SequenceRows]
     capture: tuple[int, ...]
+    all_hidden: bool
 
 
 class Reader:
@@ -147,9 +148,9 @@ def read_setup(message: bytes) -> tuple[tuple[int, int, int], list[int]]:
     return (num_pages, page_size, num_scratch), rest.ints(rest.count)
 
 
-def forward(rows: Sequence[SequenceRows], capture: Sequence[int]) -> bytes:
+def forward(rows: Sequence[SequenceRows], capture: Sequence[int], all_hidden: bool) -> bytes:
     """Returns the message for `ModelRunner.forward`."""
-    own_headers, arrays = [], [_ints(capture)]
+    own_headers, arrays = [], [_ints([*capture, all_hidden])]
     for one in rows:
         mask = b"" if one.tail_mask is None else _ints(one.tail_mask.flatten().tolist())
         tail = b"" if one.tail_positions is None else _ints(one.tail_positions)
@@ -174,7 +175,8 @@ def forward(rows: Sequence[SequenceRows], capture: Sequence[int]) -> bytes:
 def read_forward(message: bytes) -> Forward:
     """Returns the arguments of `forward` from its message."""
     rest = Reader(message)
-    sequences, capture = rest.records(SEQUENCE, rest.count), tuple(rest.ints(rest.num_layers))
+    sequences = rest.records(SEQUENCE, rest.count)
+    *capture, all_hidden = rest.ints(rest.num_layers + 1)
     rows = []
     for own in sequences:
         num_rows = int(own["num_rows"])
@@ -195,7 +197,7 @@ def read_forward(message: bytes) -> Forward:
                 reach=int(own["reach"]),
             )
         )
-    return Forward(rows, capture)
+    return Forward(rows, tuple(capture), bool(all_hidden))
 
 
 def move(paths: Sequence[Path]) -> bytes:

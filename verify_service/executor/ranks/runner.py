@@ -31,13 +31,14 @@ class RankedRunner(ModelRunner):
         rows: Sequence[SequenceRows],
         capture: Sequence[int] = (),
         embeddings: torch.Tensor | None = None,
+        all_hidden: bool = True,
     ) -> ForwardOutput:
         """See ModelRunner; takes tokens only, since ranks are not sent embeddings."""
         if embeddings is not None:
             raise ValueError("ranks are sent tokens, not embeddings")
-        self._ranks.board.write(messages.forward(rows, capture))
+        self._ranks.board.write(messages.forward(rows, capture, all_hidden))
         with timed(self._ranks.board):
-            return super().forward(rows, capture)
+            return super().forward(rows, capture, all_hidden=all_hidden)
 
     def without_repeats(self) -> AbstractContextManager[None]:
         """Leaves out nothing, since the other ranks run whole forwards."""

@@ -1,0 +1,129 @@
+"""A forward that returns some rows alone has the bits of one that returns all."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foredraft.attention.cpu import CpuAttention
+from foredraft.kvcache.paged_kv import PagedKV
+from foredraft.models import decoder
+from foredraft.models.loader import load_model
+from foredraft.parallel.group import Group, SingleRank
+from foredraft.runner.batch import SequenceRows, build_batch
+from foredraft.runner.model_runner import ModelRunner
+from foredraft.trees.draft_tree import DraftTree
+from testing.attention_spans import seen
+from testing.checkpoints import ARCHITECTURES, make_checkpoint
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 4
+PROMPTS = [
+    SequenceRows.chunk([1, 2, 3], 0, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 9], "none"),
+    SequenceRows.chunk([4, 5, 6], 3, [5, 3, 5, 8, 9, 7], "last"),
+    SequenceRows.chunk([7, 8], 0, [9, 3, 2, 3, 8, 4], "last"),
+]
+TREE = SequenceRows.tree([9, 10, 11], 5, 4, DraftTree((7, 8, 9, 3), (-1, -1, 0, 1)))
+BATCHES = {
+    "prompts and a tree": ([TREE, *PROMPTS], 7, 29),
+    "prompts": (PROMPTS, 2, 24),
+    "the beginning of a prompt": (PROMPTS[:1], 0, 12),
+}
+
+
+class Noting(SingleRank):
+    """A rank that notes the rows of each sum over the ranks, in halves or not."""
+
+    begun: ClassVar[list[int]] = []
+    are_halved = False
+
+    def halves(self, dtype: torch.dtype) -> tuple[Group, Group] | None:
+        return (self, self) if self.are_halved else None
+
+    def begin_sum(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.append(len(x))
+        return x
+
+
+class Halving(Noting):
+    are_halved = True
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.mark.parametrize("group", [Noting(), Halving()])
+@pytest.mark.parametrize("name", BATCHES)
+def test_bits_are_those_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, path: Path, name: str, group: Noting
+) -> None:
+    monkeypatch.setattr(decoder, "HALVED_PRODUCTS", 1)
+    model = load_model(path, torch.float32, group=group)
+    config, (rows, num_wanted, num_rows) = model.config, BATCHES[name]
+
+    def run(**options: bool) -> tuple[decoder.ModelOutput, torch.Tensor]:
+        heads = model.num_kv_heads
+        kv = PagedKV.for_model(config, 16, PAGE_SIZE, torch.float32, CPU, 0, None, heads)
+        kv.data.normal_(generator=torch.Generator().manual_seed(1))
+        output = ModelRunner(model, kv, CpuAttention()).forward(rows, (0, 1), **options)
+        return output, kv.data
+
+    every, data = run()
+    assert every.hidden.shape == (num_rows, config.hidden_size)
+    group.begun.clear()
+    some, same_data = run(all_hidden=False)
+    assert torch.equal(some.logits, every.logits)
+    assert torch.equal(same_data, data)
+    assert all(map(torch.equal, some.captured, every.captured))
+    index = build_batch(rows, PagedKV(1, 16, PAGE_SIZE, 1, 2, torch.float32, CPU)).logit_rows
+    assert index is not None
+    assert torch.equal(some.hidden, every.hidden[index])
+    assert len(some.hidden) == num_wanted
+    # Two sums of each layer; the last layer's are of the wanted rows, or of one for none.
+    sums = 2 * (2 if group.are_halved else 1)
+    assert sum(group.begun[:sums]) == 2 * num_rows
+    assert 2 * num_wanted <= sum(group.begun[-sums:]) <= 2 * max(num_wanted + 1, 2)
+
+
+def test_all_rows_are_computed_where_they_are_captured(path: Path) -> None:
+    model = load_model(path, torch.float32)
+    kv = PagedKV.for_model(model.config, 16, PAGE_SIZE, torch.float32, CPU)
+    layers = (model.config.num_layers,)
+    output = ModelRunner(model, kv, CpuAttention()).forward(PROMPTS, layers, all_hidden=False)
+    assert len(output.captured[0]) == len(output.hidden) == 24
+
+
+@given(st.data())
+def test_wanted_rows_see_what_they_saw(data: st.DataObject) -> None:
+    kv = PagedKV(1, 24, PAGE_SIZE, 1, 2, torch.float32, CPU)
+    sequences, page = [], 1
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, num_rows = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 9))
+        pages = list(range(page, page + 4))
+        page += 4
+        tokens = data.draw(st.lists(st.integers(0, 99), min_size=num_rows, max_size=num_rows))
+        logits = data.draw(st.sampled_from(("all", "last", "none")))
+        sequences.append(SequenceRows.chunk(pages, start, tokens, logits))
+    batch = build_batch(sequences, kv)
+    parts = [(batch, 0)]
+    if data.draw(st.booleans()) and batch.num_rows > 1:
+        first, second = batch.halves(data.draw(st.integers(1, batch.num_rows - 1)))
+        parts = [(first, 0), (second, first.num_rows)]
+    if batch.logit_rows is None:
+        return
+    found: dict[int, tuple[object, ...]] = {}
+    for part, begin in parts:
+        index, wanted = part.wanted()
+        assert wanted.num_rows == len(index) == sum(span.num_rows for span in wanted.spans)
+        own = seen(wanted)
+        if part.logit_rows is not None and len(part.logit_rows):
+            assert torch.equal(index, part.logit_rows)
+            found |= {begin + int(index[row]): values for row, values in own.items()}
+        else:
+            assert index.tolist() == [part.num_rows - 1]
+    assert found == {row: seen(batch)[row] for row in batch.logit_rows.tolist()}
