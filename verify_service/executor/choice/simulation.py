@@ -14,7 +14,7 @@ FILLER = 100  # the token that every simulated step ends with; the next one wher
 
 
 class SimulatedAcceptance:
-    """Draws the number of tokens that every sequence gets in a step, with mean `length`.
+    """Draws the number of tokens that each sequence gets in a step, with mean `length`.
 
     Args:
         length: Tokens per verification, the target's own included; at least 1. A tree gives no more
@@ -22,8 +22,8 @@ class SimulatedAcceptance:
         depth: Drafted tokens of a verification at most.
 
     Attributes:
-        acceptance: While it is set, each sequence draws for itself, and every drafted token behind
-            a right one is right so often; benchmarks change it while the engine runs.
+        acceptance: While it is set, every drafted token behind a right one is right so often;
+            benchmarks change it while the engine runs.
     """
 
     def __init__(self, length: float, depth: int) -> None:
@@ -39,7 +39,8 @@ class SimulatedAcceptance:
         if self.acceptance is not None:
             return [1 + self._num_right(self.acceptance) for _ in range(num_sequences)]
         whole = int(self._length)
-        return [whole + (self._random.random() < self._length - whole)] * num_sequences
+        part = self._length - whole
+        return [whole + (self._random.random() < part) for _ in range(num_sequences)]
 
     def forced(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """Returns the token to choose at every row of every tree, along the deepest path. -1 marks
