@@ -112,19 +112,19 @@ class Acceptance:
         """
         gains = self._estimates(rows, pools, deviations)
         if deviations <= 0:
-            changed = np.cumprod(self.bins.chains[int(100 * self._doubt.chance)])
+            changed = self.bins.chains[int(100 * self._doubt.chance)].cumprod()
             doubt = (np.array(pools) < 2)[:, None] * self._doubt.odds / (1 + self._doubt.odds)
             gains += doubt * np.minimum(changed - gains, 0.0)
         return gains
 
     def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
         """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
-        known = list(set(pools))
-        each = np.stack([self._ratio(pool, deviations) for pool in known])
-        ratios = each[[known.index(pool) for pool in pools]]
-        prior = np.where(np.array(pools) > 1, self._config.prior_outcomes, self._own_prior)
-        hits, tries = self._own[list(rows)].transpose(1, 2, 0)
-        before, columns = np.ones(len(rows)), []
+        known, priors = list(set(pools)), (self._own_prior, self._config.prior_outcomes)
+        places = slice(None) if len(known) == 1 else [known.index(pool) for pool in pools]
+        ratios = np.array([self._ratio(pool, deviations) for pool in known])[places]
+        prior = np.array([priors[pool > 1] for pool in known])[places]
+        hits, tries = self._own.take(rows, 0).transpose(1, 2, 0)
+        before, columns = np.ones(1), []
         for ratio, hit, tried in zip(ratios.T, hits, tries + prior, strict=True):
             before = (hit + prior * before * ratio) / tried
             columns.append(before)
@@ -192,7 +192,7 @@ class Acceptance:
             if node < num_nodes
         ]
         hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
-        before = np.hstack((told[:, :1], told[:, 1:] * hits[:, :-1]))
+        before = np.concatenate((told[:, :1], told[:, 1:] * hits[:, :-1]), 1)
         gains = self._estimates(rows, pools, 0.0)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
@@ -214,9 +214,9 @@ class Acceptance:
             self._surplus = self._variance = 0.0
             self._pools[:] = self._own[:] = 0.0
             self._doubt = Doubt(config)
-        own, pooled = 1 - told / config.own_memory, 1 - weight * told / config.pool_memory
-        _add(self._own, rows, own, np.stack((hits, told), 1))
-        _add(self._pools, pools, pooled, weight * np.stack((hits, before), 1))
+        new = np.stack((hits, told, before), 1)
+        _add(self._own, rows, 1 - told / config.own_memory, new[:, :2])
+        _add(self._pools, pools, 1 - weight * told / config.pool_memory, weight * new[:, ::2])
         pending.clear()
         self._ratios.clear()
         return True
@@ -246,8 +246,8 @@ class Acceptance:
             for i in range(2, len(ratio)):
                 ratio[i] = (hits[i] + prior * ratio[i - 1]) / (before[i] + prior)
         if deviations:
-            share = np.minimum(ratio / np.maximum(widths, 1.0), 1.0)
-            spread = np.sqrt(share * (1 - share) / (before + prior + 1)) * np.maximum(widths, 1.0)
+            share = np.minimum(ratio / widths, 1.0)
+            spread = np.sqrt(share * (1 - share) / (before + prior + 1)) * widths
             if deviations > 0:
                 spread[before >= config.seen_enough] = 0.0
             ratio = np.maximum(ratio + deviations * spread, 0.0)
@@ -273,7 +273,7 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
         return
     for place in set(places):
         own = [i for i, one in enumerate(places) if one == place]
-        left = np.cumprod(kept[own][::-1], axis=0)[::-1]  # after each outcome and all later ones
+        left = kept[own][::-1].cumprod(axis=0)[::-1]  # after each outcome and all later ones
         later = np.concatenate((left[1:], np.ones_like(left[:1])))
         sums[place] = sums[place] * left[0] + (later[:, None] * new[own]).sum(axis=0)
 
@@ -281,7 +281,7 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
     density, wide = gains / widths, widths.tolist()
-    for i in np.flatnonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1)):
+    for i in np.nonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1))[0]:
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
         for gain, width in zip(gains[i].tolist(), wide, strict=True):
             count = 1

@@ -261,7 +261,7 @@ class Goodput:
 
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:
         """Returns gains with zeros for bins beyond each sequence's limit."""
-        within = np.array([self.bins.num_within(limit) for limit in limits])
+        within = np.searchsorted(self.bins.sizes, limits, "right")
         return np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
 
 

@@ -209,7 +209,7 @@ class GridTable:
     def choices(self, gains: Array, bins: SizeBins, depth: int, others: int) -> Choices:
         """See `Table`; all sequences have the same number of rows."""
         shapes = [rows for rows in self.rows(len(gains)) if rows > 1]
-        totals = np.concatenate([[0.0], np.cumsum(gains.sum(axis=0))])
+        totals = [0.0, *gains.sum(axis=0).cumsum().tolist()]
         added = np.array([totals[bins.num_within(rows - 1)] for rows in shapes])
         levels = np.array([min(rows - 1, depth) for rows in shapes], float)
         is_within = gains[:, 0] > 0
