@@ -240,7 +240,7 @@ class _Run:
                 policy.interrupted(wait)
             elif not policy.passes(target + draft, wait.lead):
                 policy.observe(Observed(batch, rows, target + draft - wait.lead, tokens, wait))
-            for outcome in outcomes:
+            for outcome in outcomes if is_drafted else ():  # plain steps show nothing
                 policy.record(*outcome)
 
         if sum(one.behind for one in answers) > model.kept:
@@ -255,6 +255,13 @@ class _Run:
         self.trace.steps.append(TraceStep(self.now, target + draft, batch, each, tokens, context))
 
     def _plan(self, num_prompts: int, is_ahead: bool) -> Plan:
+        if self._trial and self.now > max(self._judged_at, self._busy_until):
+            trial, self._trial = self._trial, []
+            for outcome in trial:
+                self._policy.record(*outcome)
+            self._policy.ended_trial()
+        if self._policy.stays_suspended:
+            return Plan([0] * len(self._answers), 1)
         most = self._model.tree[2]
         candidates = [
             Candidate(
@@ -265,13 +272,6 @@ class _Run:
             )
             for one in self._answers
         ]
-        if self._trial and self.now > max(self._judged_at, self._busy_until):
-            trial, self._trial = self._trial, []
-            for outcome in trial:
-                self._policy.record(*outcome)
-            self._policy.ended_trial()
-        if self._policy.stays_suspended:
-            return Plan([0] * len(candidates), 1)
         plan = self._policy.plan(candidates, num_prompts, is_ahead)
         self._host += len(candidates) * self._model.host[0]
         if plan.tried:

@@ -214,6 +214,7 @@ def sizes(model: StepModel, batch: int) -> list[int]:
     return list(range(model.tree[2] + 1))
 
 
+@functools.cache
 def _share(acceptance: float, rank: int) -> float:
     if rank == 0:
         return acceptance
@@ -235,10 +236,13 @@ def accepted_nodes(
     at = -1
     while True:
         draw, rank = rng.random(), 0
-        while rank < 8 and draw >= (share := _share(acceptance, rank)):
+        # A node's later siblings come after it: where one is missing, all further ones are.
+        while (node := tree.get((at, rank), num_nodes)) < num_nodes:
+            if draw < (share := _share(acceptance, rank)):
+                break
             draw -= share
             rank += 1
-        at = tree.get((at, rank), num_nodes)
-        if at >= num_nodes:
+        else:
             return path
-        path.append(at)
+        path.append(node)
+        at = node
