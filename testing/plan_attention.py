@@ -45,28 +45,32 @@ class PlanAttention(AttentionBackend):
         kv = plan.kv
         keys, values = kv.keys(layer), kv.values(layer)
         group = queries.shape[1] // keys.shape[0]
-        for i in range(len(plan.num_rows)):
-            first, count = int(plan.first_row[i]), int(plan.num_rows[i])
+        numbers = (
+            plan.first_row,
+            plan.num_rows,
+            plan.prefix_start,
+            plan.prefix_len,
+            plan.write_index,
+        )
+        of_each = zip(*(tensor.tolist() for tensor in numbers), strict=True)
+        for i, (first, count, start, prefix, write) in enumerate(of_each):
             if count == 0:
                 continue
-            prefix, write = int(plan.prefix_len[i]), int(plan.write_index[i])
             index = torch.arange(write + count)
             slots = plan.page_tables[i, index // kv.page_size] * kv.page_size + index % kv.page_size
-            places = index.clone()
-            if plan.tail_positions is not None:
-                places[prefix:] = plan.tail_positions[i, : write + count - prefix]
             rows = slice(first, first + count)
-            seen = (index >= plan.prefix_start[i]).expand(count, -1).clone()
+            seen = (index >= start).repeat(count, 1)
             if plan.tail_mask is None:
                 assert prefix == write
                 seen[:, prefix:] = torch.ones(count, count, dtype=torch.bool).tril()
             else:
                 seen[:, prefix:] = plan.tail_mask[rows, : write + count - prefix]
             if window is not None:
-                seen &= places > plan.positions[rows, None] - window
+                if plan.tail_positions is not None:  # where rows stand, which nodes of a tree share
+                    index[prefix:] = plan.tail_positions[i, : write + count - prefix]
+                seen &= index > plan.positions[rows, None] - window
             k = keys[:, slots].repeat_interleave(group, 0).double()
             v = values[:, slots].repeat_interleave(group, 0).double()
-            scores = torch.einsum("rhd,hkd->hrk", queries[rows].double(), k) * scale
-            scores = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            result = torch.einsum("hrk,hkd->rhd", scores, v)
-            out[rows] = result.reshape(count, -1).to(out.dtype)
+            scores = queries[rows].transpose(0, 1).double() @ k.transpose(1, 2) * scale
+            result = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+            out[rows] = result.transpose(0, 1).reshape(count, -1).to(out.dtype)
