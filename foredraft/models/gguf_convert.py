@@ -79,13 +79,15 @@ def convert(source: Path, target: Path) -> None:
             transformers cannot read its configuration or tokenizer.
     """
     from gguf import GGUFReader
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoTokenizer
 
     try:
         reader = GGUFReader(source)
     except (OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{source}: broken, or cut off in a download: {error}") from error
+    # These take seconds, for which a broken file need not wait.
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoTokenizer
+
     try:
         if (num_parts := _field(reader, "split.count") or 1) > 1:
             raise CheckpointError(
