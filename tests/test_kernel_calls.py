@@ -24,6 +24,13 @@ def trees() -> dict[Path, ast.Module]:
     }
 
 
+@cache
+def functions() -> list[ast.FunctionDef]:
+    """Every function of the rooms, and every method."""
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
+    return [node for node in nodes if isinstance(node, ast.FunctionDef)]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Parameters of a kernel: those that are arguments, then those that it is compiled for; and
@@ -160,10 +167,8 @@ def count_in(value: ast.expr, function: ast.AST) -> int:
         name = value.attr
         [value] = [
             node.body[-1].value
-            for tree in trees().values()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)
-            and node.name == name
+            for node in functions()
+            if node.name == name
             and isinstance(node.body[-1], ast.Return)
             and isinstance(node.body[-1].value, ast.Tuple)
         ]
