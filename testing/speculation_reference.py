@@ -36,10 +36,10 @@ def penalised(
 ) -> np.ndarray:
     """Applies penalties and biases to one row of logits."""
     out = logits.astype(np.float64)
-    for v in set(prompt) | set(output):
-        out[v] = (
-            out[v] / params.repetition_penalty if out[v] > 0 else out[v] * params.repetition_penalty
-        )
+    if params.repetition_penalty != 1:
+        for v in set(prompt) | set(output):
+            factor = params.repetition_penalty
+            out[v] = out[v] / factor if out[v] > 0 else out[v] * factor
     for v in set(output):
         out[v] -= params.frequency_penalty * output.count(v) + params.presence_penalty
     for v, bias in params.logit_bias.items():
@@ -47,9 +47,10 @@ def penalised(
     if len(output) < params.min_new_tokens:
         for v in ends:
             out[v] = -np.inf
-    for v in range(len(out)):
-        if any((*output, v)[-len(word) :] == word for word in params.bad_words):
-            out[v] = -np.inf
-        if params.allowed_token_ids and v not in params.allowed_token_ids:
+    for word in params.bad_words:
+        if (*output, word[-1])[-len(word) :] == word:
+            out[word[-1]] = -np.inf
+    if params.allowed_token_ids:
+        for v in set(range(len(out))) - set(params.allowed_token_ids):
             out[v] = -np.inf
     return out
