@@ -12,6 +12,8 @@ import torch
 from foredraft.kvcache.paged_kv import PagedKV
 
 MOST_PLANS = 2  # of a forward: one for each half of its rows
+# Number of rows without logits from which on a plan of the others takes less time than it spares.
+WORTH_PICKING = 64
 
 
 @dataclass(slots=True)
@@ -158,11 +160,11 @@ class Batch:
 
     @property
     def wants_few(self) -> bool:
-        """Whether logits are computed of few rows, and `wanted` can pick them."""
+        """Whether many rows have no logits, and `wanted` can pick the others."""
         if self.plan is not None or self.logit_rows is None:
             return False
         can_pick = all(span.can_be_cut or not span.first_wanted for span in self.spans)
-        return can_pick and 2 * len(self.logit_rows) <= self.num_rows
+        return can_pick and self.num_rows - len(self.logit_rows) >= WORTH_PICKING
 
     def wanted(self) -> tuple[torch.Tensor, "Batch"]:
         """Returns the rows with logits as a batch of their own, behind their indexes int64 [n]; the

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.attention import base
 from foredraft.attention.cpu import CpuAttention
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.models import decoder
@@ -63,6 +64,7 @@ def test_bits_are_those_of_all_rows(
     monkeypatch: pytest.MonkeyPatch, path: Path, name: str, group: Noting
 ) -> None:
     monkeypatch.setattr(decoder, "HALVED_PRODUCTS", 1)
+    monkeypatch.setattr(base, "WORTH_PICKING", 1)
     model = load_model(path, torch.float32, group=group)
     config, (rows, num_wanted, num_rows) = model.config, BATCHES[name]
 
@@ -90,7 +92,10 @@ def test_bits_are_those_of_all_rows(
     assert 2 * num_wanted <= sum(group.begun[-sums:]) <= 2 * max(num_wanted + 1, 2)
 
 
-def test_all_rows_are_computed_where_they_are_captured(path: Path) -> None:
+def test_all_rows_are_computed_where_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    monkeypatch.setattr(base, "WORTH_PICKING", 1)
     model = load_model(path, torch.float32)
     kv = PagedKV.for_model(model.config, 16, PAGE_SIZE, torch.float32, CPU)
     layers = (model.config.num_layers,)
