@@ -119,7 +119,7 @@ def serve(
         nodes = [0] * len(active)
         if controller is not None and not controller.stays_suspended:
             candidates = [
-                Candidate(one.history, [min(depth, one.left - 1)], [one.behind], one.left)
+                Candidate(one.history, [max(min(depth, one.left - 1), 0)], [one.behind], one.left)
                 for one in active
             ]
             nodes = controller.plan(candidates).nodes

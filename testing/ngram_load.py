@@ -103,15 +103,14 @@ def gain(
     speed, seconds, plain = 1.0, 0.0, 0.0
     for number in range(answers + 1):
         texts = [Text(length, rng.gauss(0, 0.05)) for _ in range(batch)]
-        while texts:
+        while all(one.left > 0 for one in texts):  # the last few of a batch are another machine
             speed += 0.02 * (1 - speed) + rng.gauss(0, DRIFT)
             took, tokens = _step(machine, controller, texts, matches, speed, rng)
             if number:
                 seconds += took
                 plain += machine.plain * tokens / len(texts)
-            texts = [one for one in texts if one.left > 0]
-            if len(texts) < batch:  # the last few of a batch are another machine
-                break
+        for one in texts:
+            controller.forget(one.history)
     return plain / seconds
 
 
