@@ -124,10 +124,10 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
         bool [n + 1, n + 1]: entry (i, j) says whether row j is row i or an ancestor of it. Row 0 is
         the root.
     """
-    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    mask = np.eye(len(parents) + 1, dtype=np.bool_)
     for index, parent in enumerate(parents):
         mask[index + 1] |= mask[parent + 1]
-    return mask
+    return torch.from_numpy(mask)
 
 
 def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
