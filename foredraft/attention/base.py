@@ -14,6 +14,9 @@ from foredraft.kvcache.paged_kv import PagedKV
 MOST_PLANS = 2  # of a forward: one for each half of its rows
 # Number of rows without logits from which on a plan of the others takes less time than it spares.
 WORTH_PICKING = 64
+# Maximum number of those others: strict products of more rows may have to be timed first, see
+# `exact_linear.Proofs`. So few rows are no prompt to any backend, whose plans of prompts are few.
+MOST_PICKED = 64
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class SequenceSpan:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether each row follows the one before it, as no tree's do."""
+        """Whether the rows are causal, so that they can be cut between any two."""
         return self.tail_mask is None and self.tail_positions is None
 
     @property
@@ -160,11 +163,13 @@ class Batch:
 
     @property
     def wants_few(self) -> bool:
-        """Whether many rows have no logits, and `wanted` can pick the others."""
+        """Whether few rows have logits and many have none, and `wanted` can pick the former."""
         if self.plan is not None or self.logit_rows is None:
             return False
+        num_wanted = len(self.logit_rows)
         can_pick = all(span.can_be_cut or not span.first_wanted for span in self.spans)
-        return can_pick and self.num_rows - len(self.logit_rows) >= WORTH_PICKING
+        is_worth_it = num_wanted <= MOST_PICKED and self.num_rows - num_wanted >= WORTH_PICKING
+        return can_pick and is_worth_it
 
     def wanted(self) -> tuple[torch.Tensor, "Batch"]:
         """Returns the rows with logits as a batch of their own, behind their indexes int64 [n]; the

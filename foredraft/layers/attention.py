@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
         rounded: RoundedRows | None = None,
         wanted: WantedRows | None = None,
     ) -> torch.Tensor:
-        """Computes attention, [num_rows, input_size] -> [num_rows, hidden_size].
+        """Computes attention, [num_rows, input_size] -> [num_rows or wanted rows, hidden_size].
 
         Args:
             angles: Angles that `rotary.Rotary` computed for the batch's positions.

@@ -175,13 +175,12 @@ class DecoderModel(nn.Module):
         Args:
             capture: Layers whose entering residual stream is wanted; num_layers for what leaves the
                 last one.
-            plan: Result of `plan`; None to make it.
+            plan: Result of `plan`, made for the same arguments; None to make it.
             all_hidden: Whether hidden states of all rows are wanted. Without them a prompt, whose
                 last row alone has logits, is spared most of the last layer.
         """
         if plan is None:
-            all_hidden = all_hidden or len(self.decoder_layers) in capture
-            plan = self.plan(batch, kv, attention, all_hidden)
+            plan = self.plan(batch, kv, attention, capture, all_hidden)
         x, captured, streams = self.states(batch, kv, attention, capture, plan)
         is_picked = batch.logit_rows is None or plan[0].wanted is not None
         logits = self.lm_head(x if is_picked else x[batch.logit_rows])
@@ -213,14 +212,20 @@ class DecoderModel(nn.Module):
         return max(2, -(-HALVED_PRODUCTS // (self.layer_products * self._group.size)))
 
     def plan(
-        self, batch: Batch, kv: PagedKV, attention: AttentionBackend, all_hidden: bool = True
+        self,
+        batch: Batch,
+        kv: PagedKV,
+        attention: AttentionBackend,
+        capture: Sequence[int] = (),
+        all_hidden: bool = True,
     ) -> Sequence[Part]:
         """Prepares a batch, on the host and on the device: what is computed together.
 
         Args:
-            all_hidden: See `forward`.
+            capture, all_hidden: See `forward`.
         """
-        picks = not all_hidden and batch.wants_few
+        reads_end = all_hidden or len(self.decoder_layers) in capture
+        picks = batch.wants_few and not reads_end
         shares: Sequence[tuple[Batch, SumGroup]] = [(batch, self._group)]
         halves = self._group.halves(self.dtype) if batch.plan is None else None
         if halves is not None and batch.num_rows >= self._halved_rows:
@@ -266,7 +271,7 @@ class DecoderModel(nn.Module):
         copies = dict(zip(capture, captured, strict=True))
         if 0 in copies:
             copies[0].copy_(stream)
-        parts = self.plan(batch, kv, attention) if plan is None else plan
+        parts = self.plan(batch, kv, attention, capture) if plan is None else plan
         if len(parts) == 1:
             runs = [self._layers(parts[0], x, stream, angles, copies)]
         else:

@@ -85,14 +85,14 @@ class DecoderLayer(nn.Module):
         copy: torch.Tensor | None,
         wanted: WantedRows | None = None,
     ) -> Generator[None, None, Normed]:
-        """Computes the next layer's input [num_rows, hidden_size], in two steps: each ends when it
-        has begun a sum over the ranks.
+        """Computes the next layer's input [num_rows, hidden_size], or of the wanted rows, in two
+        steps: each ends when it has begun a sum over the ranks.
 
         Adding to the stream and its next norm are one pass.
 
         Args:
             x: [num_rows, hidden_size], the stream after `attention_norm`.
-            stream: [num_rows, hidden_size], added to in place.
+            stream: [num_rows, hidden_size], added to in place unless some rows are wanted.
             part: What is computed.
             next_norm: Norm that the stream gets after this layer.
             next_reader: Layer that reads the result first; None for none that gains from it.

@@ -63,8 +63,9 @@ class ModelRunner:
             all_hidden: Whether hidden states of all rows are wanted, see `DecoderModel.forward`.
 
         Returns:
-            Logits float32 [R, vocab_size] of the rows that ask for them, in order; hidden states
-            and captured streams of all rows.
+            Logits float32 [R, vocab_size] of the rows that ask for them, in order; captured
+            streams of all rows; hidden states of all rows, or of those with logits, see
+            `ModelOutput`.
 
         Raises:
             ValueError: Rows that contradict themselves or the cache.
@@ -95,7 +96,7 @@ class ModelRunner:
         """
         batch = build_batch(rows, self.kv)
         with few_variants(self._cut_keys):
-            plan = self.model.plan(batch, self.kv, self.attention, all_hidden)
+            plan = self.model.plan(batch, self.kv, self.attention, capture, all_hidden)
 
         @torch.inference_mode()
         def run() -> None:

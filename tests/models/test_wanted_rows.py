@@ -99,8 +99,22 @@ def test_all_rows_are_computed_where_they_are_captured(
     model = load_model(path, torch.float32)
     kv = PagedKV.for_model(model.config, 16, PAGE_SIZE, torch.float32, CPU)
     layers = (model.config.num_layers,)
-    output = ModelRunner(model, kv, CpuAttention()).forward(PROMPTS, layers, all_hidden=False)
+    runner = ModelRunner(model, kv, CpuAttention())
+    output = runner.forward(PROMPTS, layers, all_hidden=False)
     assert len(output.captured[0]) == len(output.hidden) == 24
+    runner.trial(PROMPTS, layers, all_hidden=False)()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_ends", "picks"),
+    [(64, 1, False), (65, 1, True), (2, 64, True), (2, 65, False)],
+)
+def test_few_rows_are_picked_where_many_are_spared(
+    num_rows: int, num_ends: int, picks: bool
+) -> None:
+    kv = PagedKV(1, 200, PAGE_SIZE, 1, 2, torch.float32, CPU)
+    rows = [SequenceRows.chunk(list(range(20)), 0, [5] * num_rows, "last") for _ in range(num_ends)]
+    assert build_batch(rows, kv).wants_few is picks
 
 
 @given(st.data())

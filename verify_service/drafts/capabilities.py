@@ -50,6 +50,11 @@ class DraftCapabilities:
         )
 
 
+def read_final_states(each: Iterable[DraftCapabilities]) -> bool:
+    """Returns whether one of the drafts reads states after the final norm."""
+    return any(one.layers == () for one in each)
+
+
 def layers_to_capture(each: Iterable[DraftCapabilities]) -> tuple[int, ...] | None:
     """Returns the layers that steps capture for drafts: all that any of them reads.
 

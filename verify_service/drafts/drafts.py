@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from foredraft.runner.model_runner import ForwardOutput
-from verify_service.drafts.capabilities import layers_to_capture
+from verify_service.drafts.capabilities import layers_to_capture, read_final_states
 from verify_service.drafts.hidden_states import CommittedRows, Gathered
 from verify_service.drafts.proposals import (
     DeviceProposals,
@@ -95,7 +95,7 @@ class Drafts:
         for one in self.each:
             one.refresh()
         self.capture = layers_to_capture(one.capabilities for one in self.each)
-        self.read_final = any(one.capabilities.layers == () for one in self.each)
+        self.read_final = read_final_states(one.capabilities for one in self.each)
 
     def release(self, slots: Sequence[int]) -> None:
         """Records that sequences have released slots."""

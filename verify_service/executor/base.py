@@ -69,7 +69,7 @@ class Step:
     capture: Sequence[int] = ()
     ahead: Ahead | None = None
     settle: Callable[[], None] = no_wait
-    all_hidden: bool = False
+    all_hidden: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,11 @@ from foredraft.models.speculation import resolve
 from testing.block_drafts import tiny_block, tiny_peagle
 from testing.checkpoints import make_checkpoint
 from testing.draft_heads import save_head, tiny_head
-from verify_service.drafts.capabilities import DraftCapabilities, layers_to_capture
+from verify_service.drafts.capabilities import (
+    DraftCapabilities,
+    layers_to_capture,
+    read_final_states,
+)
 
 Info = draft_pb2.GetDraftInfoResponse
 FREE, PER_LEVEL = draft_pb2.DRAFT_COST_FREE, draft_pb2.DRAFT_COST_PER_LEVEL
@@ -102,17 +106,19 @@ def test_layers_are_told_apart_from_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "captured"),
+    ("read", "captured", "final"),
     [
-        ([], None),
-        ([None, None], None),
-        ([None, ()], ()),
-        ([(), (2, 0, 2)], (2, 0, 2)),
-        ([(1, 3), None, (1, 3)], (1, 3)),
-        ([(1, 3), (0, 1), ()], (0, 1, 3)),
+        ([], None, False),
+        ([None, None], None, False),
+        ([None, ()], (), True),
+        ([(), (2, 0, 2)], (2, 0, 2), True),
+        ([(1, 3), None, (1, 3)], (1, 3), False),
+        ([(1, 3), (0, 1), ()], (0, 1, 3), True),
     ],
 )
 def test_steps_capture_what_any_draft_reads(
-    read: list[tuple[int, ...] | None], captured: tuple[int, ...] | None
+    read: list[tuple[int, ...] | None], captured: tuple[int, ...] | None, final: bool
 ) -> None:
-    assert layers_to_capture(DraftCapabilities(layers) for layers in read) == captured
+    drafts = [DraftCapabilities(layers) for layers in read]
+    assert layers_to_capture(drafts) == captured
+    assert read_final_states(drafts) == final

@@ -176,7 +176,7 @@ def read_forward(message: bytes) -> Forward:
     """Returns the arguments of `forward` from its message."""
     rest = Reader(message)
     sequences = rest.records(SEQUENCE, rest.count)
-    *capture, all_hidden = rest.ints(rest.num_layers + 1)
+    *capture, all_hidden = rest.ints(rest.num_layers + 1)  # the flag comes after the layers
     rows = []
     for own in sequences:
         num_rows = int(own["num_rows"])
