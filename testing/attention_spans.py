@@ -93,26 +93,3 @@ def batch_of(spans, page_size):
         slots=torch.cat(slots),
         spans=spans,
     )
-
-
-def seen(batch: Batch) -> dict[int, tuple[object, ...]]:
-    """Returns what the batch says of each row, by its index: token, position, where its keys go,
-    and which keys it sees at which positions.
-    """
-    found = {}
-    for span in batch.spans:
-        for row in range(span.num_rows):
-            at = span.first_row + row
-            keys = list(range(span.prefix_start, span.prefix_len))
-            positions = keys.copy()
-            tail = range(span.prefix_len, span.num_keys)
-            mask = np.tri(span.num_rows, dtype=bool)[row]
-            if span.tail_mask is not None:
-                mask = span.tail_mask.numpy()[row]
-            own = tail if span.tail_positions is None else span.tail_positions.tolist()
-            keys += [key for key, is_seen in zip(tail, mask, strict=True) if is_seen]
-            positions += [p for p, is_seen in zip(own, mask, strict=True) if is_seen]
-            values = batch.tokens[at], batch.positions[at], batch.slots[at], span.positions[row]
-            pages = tuple(span.pages.tolist())
-            found[at] = (*map(int, values), pages, tuple(keys), tuple(positions))
-    return found

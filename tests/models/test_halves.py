@@ -16,9 +16,9 @@ from foredraft.parallel.group import Group, SingleRank
 from foredraft.runner.batch import SequenceRows, build_batch
 from foredraft.runner.model_runner import ModelRunner
 from foredraft.trees.draft_tree import DraftTree
-from testing.attention_spans import seen
 from testing.checkpoints import ARCHITECTURES, make_checkpoint
 from testing.cpu_ranks import run_ranks
+from testing.drawn_rows import drawn_rows, seen
 from verify_service.executor.ranks.host_group import HostGroup
 
 CPU = torch.device("cpu")
@@ -101,19 +101,7 @@ def test_ranks_compute_halves(tmp_path: Path) -> None:
 @given(st.data())
 def test_every_row_keeps_what_it_sees(data: st.DataObject) -> None:
     kv = PagedKV(1, 24, PAGE_SIZE, 1, 2, torch.float32, CPU)
-    sequences, page = [], 1
-    for _ in range(data.draw(st.integers(1, 4))):
-        start, num_rows = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 9))
-        pages = list(range(page, page + 4))
-        page += 4
-        tokens = data.draw(st.lists(st.integers(0, 99), min_size=num_rows, max_size=num_rows))
-        if data.draw(st.booleans()):
-            parents = [data.draw(st.integers(-1, node - 1)) for node in range(num_rows - 1)]
-            tree = DraftTree(tuple(tokens[1:]), tuple(parents))
-            sequences.append(SequenceRows.tree(pages, start, tokens[0], tree))
-        else:
-            sequences.append(SequenceRows.chunk(pages, start, tokens))
-    batch = build_batch(sequences, kv)
+    batch = build_batch(drawn_rows(data), kv)
     if batch.num_rows < 2:
         return
     wanted = data.draw(st.integers(1, batch.num_rows - 1))
