@@ -86,9 +86,10 @@ def test_gguf_is_converted_once(gguf_file, cache, monkeypatch):
     anew.
     """
     # They import what they run, and not this file.
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        asked = pool.map_async(resolve_model_path, [gguf_file] * 2, chunksize=1)
-        first, second = asked.get(timeout=120)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as one, context.Pool(1) as other:
+        asked = [pool.apply_async(resolve_model_path, (gguf_file,)) for pool in (one, other)]
+        first, second = (answer.get(timeout=120) for answer in asked)
     assert first == second
     assert first.parent == cache
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1, "no scratch is left"
