@@ -193,13 +193,11 @@ class WantedRows:
     """Names rows of a batch that a layer returns; of the others it computes keys and values alone.
 
     Attributes:
-        index: int64 [n], at least one.
-        count: Number of them that are asked for: all, or 0 where one is computed for none.
+        index: int64 [n], at least one: where no row is asked for, one is computed for none.
         plan: Backend's plan of these rows.
     """
 
     index: torch.Tensor
-    count: int
     plan: object
 
 

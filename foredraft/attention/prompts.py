@@ -124,4 +124,4 @@ class PromptsApart(AttentionBackend):
 def _is_causal(span: SequenceSpan) -> bool:
     """Returns whether a row sees all keys up to its own."""
     is_whole = span.prefix_start == 0 and span.prefix_len == span.write_index
-    return is_whole and span.tail_mask is None and span.tail_positions is None
+    return is_whole and span.can_be_cut

@@ -237,9 +237,8 @@ class DecoderModel(nn.Module):
             wanted = None
             if picks:
                 index, last = rows.wanted()
-                count = sum(span.num_wanted for span in rows.spans)
                 plan_of_last = attention.plan(last, kv, self.config.windows[-1:], self.group_size)
-                wanted = WantedRows(index, count, plan_of_last)
+                wanted = WantedRows(index, plan_of_last)
             found.append(Part(first, rows, kv, attention, plan, group, wanted))
             first += rows.num_rows
         return found
@@ -310,7 +309,10 @@ class DecoderModel(nn.Module):
             layer, rope = self.decoder_layers[index], angles[self.config.ropes[index]]
             copy, wanted = copies.get(index + 1), part.wanted if index == last else None
             x = yield from layer(x, stream, rope, part, *after[index], copy, wanted)
-        return x.rows if part.wanted is None else x.rows[: part.wanted.count]
+        logit_rows = part.batch.logit_rows
+        if part.wanted is None or logit_rows is None:
+            return x.rows
+        return x.rows[: len(logit_rows)]  # without the one that is computed where none is wanted
 
     @contextmanager
     def without_repeats(self) -> Iterator[None]:
