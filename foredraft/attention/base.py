@@ -14,9 +14,10 @@ from foredraft.kvcache.paged_kv import PagedKV
 MOST_PLANS = 2  # of a forward: one for each half of its rows
 # Number of rows without logits from which on a plan of the others takes less time than it spares.
 WORTH_PICKING = 64
-# Maximum number of those others: strict products of more rows may have to be timed first, see
-# `exact_linear.Proofs`. So few rows are no prompt to any backend, whose plans of prompts are few.
-MOST_PICKED = 64
+# Maximum number of those others: graphs of prompts have as many rows, see `picked_size`.
+MOST_PICKED = 1024
+# Maximum number of them in a sequence: not a prompt to any backend, whose plans of prompts are few.
+MOST_PICKED_OF_ONE = 64
 
 
 @dataclass(slots=True)
@@ -167,13 +168,21 @@ class Batch:
         if self.plan is not None or self.logit_rows is None:
             return False
         num_wanted = len(self.logit_rows)
-        can_pick = all(span.can_be_cut or not span.first_wanted for span in self.spans)
-        is_worth_it = num_wanted <= MOST_PICKED and self.num_rows - num_wanted >= WORTH_PICKING
-        return can_pick and is_worth_it
+        can_pick = all(
+            span.can_be_cut if span.first_wanted else span.num_rows <= MOST_PICKED_OF_ONE
+            for span in self.spans
+        )
+        is_worth_it = self.num_rows - num_wanted >= max(WORTH_PICKING, num_wanted)
+        return can_pick and num_wanted <= MOST_PICKED and is_worth_it
 
-    def wanted(self) -> tuple[torch.Tensor, "Batch"]:
-        """Returns the rows with logits as a batch of their own, behind their indexes int64 [n]; the
-        last row where there are none. Only for a batch that `wants_few`, or halves of one.
+    def wanted(self, least: int) -> tuple[torch.Tensor, "Batch"]:
+        """Returns the rows with logits as a batch of their own, behind their indexes int64 [n].
+
+        Only for a batch that `wants_few`, or halves of one.
+
+        Args:
+            least: Number of rows to return at least, as far as there are causal sequences: rows of
+                the longest of them follow the others.
         """
         assert self.logit_rows is not None
         index, spans, first = self.logit_rows, list[SequenceSpan](), 0
@@ -181,10 +190,13 @@ class Batch:
             if span.num_wanted:
                 spans.append(span.part(span.first_wanted, span.num_rows, first))
                 first += span.num_wanted
-        if not spans:
-            last = self.spans[-1]
-            index = index.new_full((1,), self.num_rows - 1)
-            spans = [last.part(last.num_rows - 1, last.num_rows, 0)]
+        causal = (span for span in self.spans if span.can_be_cut)
+        filler = max(causal, key=lambda span: span.num_rows, default=None)
+        while filler is not None and first < least:
+            num_rows = min(least - first, filler.num_rows, MOST_PICKED_OF_ONE)
+            spans.append(filler.part(0, num_rows, first))
+            more = torch.arange(filler.first_row, filler.first_row + num_rows, device=index.device)
+            index, first = torch.cat([index, more]), first + num_rows
         return index, self._rows(index, spans)
 
 
@@ -193,7 +205,7 @@ class WantedRows:
     """Names rows of a batch that a layer returns; of the others it computes keys and values alone.
 
     Attributes:
-        index: int64 [n], at least one: where no row is asked for, one is computed for none.
+        index: int64 [n], at least one: the rows to return, and after them some that nobody reads.
         plan: Backend's plan of these rows.
     """
 

@@ -16,6 +16,21 @@ def proven_size(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
+def picked_size(rows: torch.Tensor) -> int:
+    """Returns how many rows a last layer computes at least where it is asked for some: one, and on
+    a GPU a number that graphs of prompts have too, since strict products of other numbers may have
+    to be timed first, see `exact_linear.Proofs`.
+
+    Args:
+        rows: [n], indexes of the rows that are asked for.
+    """
+    num_rows = len(rows)
+    if num_rows <= _FEW_ROWS or rows.device.type == "cpu":
+        return max(1, num_rows)
+    step = (1 << (num_rows - 1).bit_length()) // 4
+    return -(-num_rows // step) * step
+
+
 def room(num_rows: int) -> int:
     """Returns the number of rows that `new_rows` makes room for on a GPU."""
     return num_rows if num_rows <= _FEW_ROWS else proven_size(num_rows)

@@ -14,7 +14,7 @@ from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.normed import Normed
-from foredraft.layers.padded_rows import proven_size
+from foredraft.layers.padded_rows import picked_size, proven_size
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
@@ -235,8 +235,8 @@ class DecoderModel(nn.Module):
         for rows, group in shares:
             plan = attention.plan(rows, kv, self._windows, self.group_size)
             wanted = None
-            if picks:
-                index, last = rows.wanted()
+            if picks and rows.logit_rows is not None:
+                index, last = rows.wanted(picked_size(rows.logit_rows))
                 plan_of_last = attention.plan(last, kv, self.config.windows[-1:], self.group_size)
                 wanted = WantedRows(index, plan_of_last)
             found.append(Part(first, rows, kv, attention, plan, group, wanted))
@@ -312,7 +312,7 @@ class DecoderModel(nn.Module):
         logit_rows = part.batch.logit_rows
         if part.wanted is None or logit_rows is None:
             return x.rows
-        return x.rows[: len(logit_rows)]  # without the one that is computed where none is wanted
+        return x.rows[: len(logit_rows)]  # without rows that nobody reads
 
     @contextmanager
     def without_repeats(self) -> Iterator[None]:

@@ -184,6 +184,12 @@ def _uploaded(
     return [place[: len(part)] for place, part in zip(places, parts, strict=True)]
 
 
+def _int64(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    if isinstance(numbers, range):  # numpy would read it number by number
+        return np.arange(numbers.start, numbers.stop, numbers.step)
+    return np.asarray(numbers, dtype=np.int64)
+
+
 def _reaches(rows: Sequence[SequenceRows]) -> npt.NDArray[np.int64]:
     """Returns each row's reach; none at all where no sequence has one."""
     if not any(sequence.reach for sequence in rows):
@@ -213,7 +219,7 @@ def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:
         raise ValueError(f"{len(rows.tail_positions)} tail_positions for {num_tail} keys")
     return SequenceSpan(
         first_row=first_row,
-        positions=np.asarray(rows.positions, dtype=np.int64),
+        positions=_int64(rows.positions),
         pages=np.asarray(rows.pages[:num_pages], dtype=np.int64),
         prefix_start=rows.prefix_start,
         prefix_len=rows.prefix_len,

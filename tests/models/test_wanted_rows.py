@@ -107,7 +107,14 @@ def test_all_rows_are_computed_where_they_are_captured(
 
 @pytest.mark.parametrize(
     ("num_rows", "num_ends", "picks"),
-    [(64, 1, False), (65, 1, True), (2, 64, True), (2, 65, False)],
+    [
+        (64, 1, False),
+        (65, 1, True),
+        (2, 64, True),
+        (2, 65, True),
+        (2, 1024, True),
+        (2, 1025, False),
+    ],
 )
 def test_few_rows_are_picked_where_many_are_spared(
     num_rows: int, num_ends: int, picks: bool
@@ -131,12 +138,15 @@ def test_wanted_rows_see_what_they_saw(data: st.DataObject) -> None:
     for part, begin in parts:
         if not part.spans:  # the first half ends before a tree
             continue
-        index, wanted = part.wanted()
+        assert part.logit_rows is not None
+        num_wanted = len(part.logit_rows)
+        least = num_wanted + data.draw(st.integers(0, 5))
+        index, wanted = part.wanted(least)
         assert wanted.num_rows == len(index) == sum(span.num_rows for span in wanted.spans)
-        own = seen(wanted)
-        if part.logit_rows is not None and len(part.logit_rows):
-            assert torch.equal(index, part.logit_rows)
-            found |= {begin + int(index[row]): values for row, values in own.items()}
-        else:
-            assert index.tolist() == [part.num_rows - 1]
+        assert torch.equal(index[:num_wanted], part.logit_rows)
+        if any(span.can_be_cut for span in part.spans):
+            assert len(index) == least
+        own, every = seen(wanted), seen(part)
+        assert own == {row: every[int(index[row])] for row in range(len(index))}
+        found |= {begin + int(index[row]): own[row] for row in range(num_wanted)}
     assert found == {row: seen(batch)[row] for row in batch.logit_rows.tolist()}
