@@ -24,9 +24,9 @@ from foredraft.models.rope_config import RopeConfig
 from foredraft.parallel.group import SINGLE, Group, SumGroup, local_kv_heads, share
 
 EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"  # names in a checkpoint
-# Multiplications of all ranks in a layer from which on its halves are computed in turns: with fewer
-# a busy host takes longer to launch twice as many kernels than they run.
-HALVED_PRODUCTS = 168 * 10**10
+# Multiplications of a rank in a layer from which on its halves are computed in turns: with fewer a
+# busy host takes longer to launch twice as many kernels than they run.
+HALVED_PRODUCTS = 84 * 10**10
 
 
 @dataclass(slots=True)
@@ -209,7 +209,7 @@ class DecoderModel(nn.Module):
 
     @functools.cached_property
     def _halved_rows(self) -> int:
-        return max(2, -(-HALVED_PRODUCTS // (self.layer_products * self._group.size)))
+        return max(2, -(-HALVED_PRODUCTS // self.layer_products))
 
     def plan(
         self,
