@@ -160,9 +160,8 @@ def plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     ints = block[: 4 * num_ints].view(torch.int32).view(num_spans, record).numpy()
     rows = block[4 * num_ints :].view(num_tokens, width).numpy()
-    for line, span, mask in zip(ints, spans, masks, strict=True):
-        line[: len(span.pages)] = span.pages
-        line[num_pages : num_pages + 6] = (
+    ints[:, num_pages : num_pages + 6] = [
+        (
             span.first_row,
             span.num_rows,
             span.prefix_start,
@@ -170,6 +169,10 @@ def plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
             span.write_index,
             mask is None,
         )
+        for span, mask in zip(spans, masks, strict=True)
+    ]
+    for line, span, mask in zip(ints, spans, masks, strict=True):
+        line[: len(span.pages)] = span.pages
         if mask is None:
             continue
         num_tail = mask.shape[1]

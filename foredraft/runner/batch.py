@@ -144,21 +144,17 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
     page_size, num_slots, device = kv.page_size, kv.data.shape[2], kv.data.device
     spans: list[SequenceSpan] = []
     tokens: list[int] = []
-    positions, slots, wanted = [], [], []
+    logit_rows: list[int] = []
     for sequence in rows:
         span = _span(sequence, len(tokens), page_size)
         spans.append(span)
         tokens.extend(sequence.tokens)
-        positions.append(span.positions)
-        indexes = np.arange(span.write_index, span.num_keys)
-        slots.append(span.pages[indexes // page_size] * page_size + indexes % page_size)
-        wanted.append(np.arange(span.first_wanted, span.num_rows) + span.first_row)
-    all_slots = np.concatenate(slots)
-    if all_slots.min() < 0 or all_slots.max() >= num_slots:
+        logit_rows.extend(range(span.first_row + span.first_wanted, len(tokens)))
+    positions = np.concatenate([span.positions for span in spans])
+    slots = _slots(spans, page_size)
+    if slots.min() < 0 or slots.max() >= num_slots:
         raise ValueError(f"a page table names a page outside the cache of {num_slots} slots")
-    logit_rows = np.concatenate(wanted)
-    parts = tokens, np.concatenate(positions), all_slots, logit_rows, _reaches(rows)
-    uploaded = _uploaded(parts, device)
+    uploaded = _uploaded((tokens, positions, slots, logit_rows, _reaches(rows)), device)
     return Batch(
         tokens=uploaded[0],
         positions=uploaded[1],
@@ -167,6 +163,24 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
         logit_rows=None if len(logit_rows) == len(tokens) else uploaded[3],
         reaches=uploaded[4] if len(uploaded[4]) else None,
     )
+
+
+def _slots(spans: Sequence[SequenceSpan], page_size: int) -> npt.NDArray[np.int64]:
+    """Returns the slots that rows write to, [num_rows]; of all sequences at once, since a step may
+    have hundreds.
+    """
+    counts = [span.num_rows for span in spans]
+    ends = np.cumsum(counts)
+    starts = np.array([span.write_index for span in spans])
+    indexes = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+    # Pages of all sequences stand one after the other.
+    lengths = [len(span.pages) for span in spans]
+    firsts = np.repeat(np.cumsum(lengths) - lengths, counts)
+    pages = np.concatenate([span.pages for span in spans])
+    slots: npt.NDArray[np.int64] = (
+        pages[firsts + indexes // page_size] * page_size + indexes % page_size
+    )
+    return slots
 
 
 def _uploaded(
