@@ -12,7 +12,7 @@ from foredraft.attention.base import AttentionBackend, ForwardSizes
 from foredraft.attention.exact_triton import TILE
 from foredraft.layers.exact_gemm import is_hopper
 from foredraft.layers.linear import Linear, ProductBytes
-from foredraft.layers.padded_rows import room
+from foredraft.layers.padded_rows import room, timed_size
 from foredraft.models.decoder import DecoderModel
 from foredraft.types import MAX_LOGPROBS
 from verify_service.drafts.hidden_state_buffer import MOST_BYTES as MOST_BUFFERED
@@ -233,7 +233,8 @@ class _Sizes:
     def logits(self) -> int:
         """Logits of all rows that decode, and what choosing takes of some rows at a time."""
         num_rows = self._limits.decode_rows
-        product = self._product([self._model.lm_head], num_rows)
+        computed = timed_size(num_rows, self._model.device)
+        product = self._product([self._model.lm_head], computed)
         at_once = min(num_rows, max(CHOSEN_AT_ONCE, self._limits.max_rows))
         block = min(num_rows, MASKED_AT_ONCE)
         then = max(at_once * _SCRUBBED_BYTES, block * _MASK_BYTES)
@@ -242,7 +243,7 @@ class _Sizes:
         choice = at_once * _KEPT_BYTES + then
         after = max(product.scratch, self._vocabularies(choice))
         # The rows are picked, and may be padded.
-        return num_rows * 3 * self._row + product.result + self._widened(num_rows) + after
+        return computed * 3 * self._row + product.result + self._widened(computed) + after
 
     def scores(self) -> int:
         """Log-probabilities of prompts, some rows at a time."""

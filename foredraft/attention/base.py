@@ -14,7 +14,7 @@ from foredraft.kvcache.paged_kv import PagedKV
 MOST_PLANS = 2  # of a forward: one for each half of its rows
 # Number of rows without logits from which on a plan of the others takes less time than it spares.
 WORTH_PICKING = 64
-# Maximum number of those others: graphs of prompts have as many rows, see `picked_size`.
+# Maximum number of those others: graphs of prompts have as many rows, see `timed_size`.
 MOST_PICKED = 1024
 # Maximum number of them in a sequence: not a prompt to any backend, whose plans of prompts are few.
 MOST_PICKED_OF_ONE = 64

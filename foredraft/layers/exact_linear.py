@@ -16,14 +16,13 @@ from foredraft.layers import exact_gemm
 from foredraft.layers.heads import Heads
 from foredraft.layers.linear import Linear, LinearMethod, ProductBytes
 from foredraft.layers.normed import RoundedRows
-from foredraft.layers.padded_rows import proven_size, with_more
+from foredraft.layers.padded_rows import TIMED_ROWS, proven_size, with_more
 
 logger = logging.getLogger(__name__)
 
 _FLOAT_BYTES = 4  # bytes of a number in float32
 _ROWS_AT_ONCE = 512  # number of rows that random numbers are made for at a time
 _OUTLIERS = 0.002  # part of the numbers of a proof that are a hundred times as large as the others
-_TIMED_ROWS = 1024  # rows up to which cuBLAS selects badly for some numbers, so that times decide
 _LIBRARY_SIZES = 3  # numbers of rows that are tried for cuBLAS
 _WORTH = 0.92  # of cuBLAS's time for about as many rows: less is noise
 _REPLAYS = 5
@@ -70,16 +69,15 @@ class Proofs:
             return _OWN
         shape = weight.dtype, weight.shape, bias is None, parts, num_rows
         if shape not in self._sizes:
-            times = {
-                size: self._time(weight, bias, parts, size, num_rows)
-                for size in library_sizes(num_rows)
-            }
-            if num_rows <= _TIMED_ROWS:
-                times[_OWN] = self._time(weight, bias, parts, _OWN, num_rows)
+            sizes = library_sizes(num_rows)
+            first = sizes[0]
+            times = {size: self._time(weight, bias, parts, size, num_rows) for size in sizes}
+            if num_rows <= TIMED_ROWS:
+                # Our kernels take about as long for all numbers of rows that cuBLAS pads alike.
+                times[_OWN] = self._time(weight, bias, parts, _OWN, first)
             known = {size: time for size, time in times.items() if time is not None}
             if len(known) < len(times):
                 return _OWN
-            first = proven_size(num_rows)
             best = min(known, key=lambda size: known[size])
             if known[best] > _WORTH * known[first]:
                 best = first
@@ -170,7 +168,7 @@ class ExactMethod(LinearMethod):
             return ProductBytes(num_rows * outputs * itemsize)
         result = size * outputs * (parts * _FLOAT_BYTES if parts > 1 else itemsize)
         # More rows have room behind them.
-        padded = size * inputs * itemsize if num_rows < size and num_rows <= _TIMED_ROWS else 0
+        padded = size * inputs * itemsize if num_rows < size and num_rows <= TIMED_ROWS else 0
         # Parts that are not left to a norm are added up in place, and rounded.
         added = size * outputs * itemsize if parts > 1 else 0
         # cuBLAS is compared on random rows: their two results, and a byte for each 16 bits.
@@ -199,7 +197,7 @@ class ExactMethod(LinearMethod):
 
 def _is_ours(weight: torch.Tensor, parts: int, num_rows: int) -> bool:
     """Returns whether our own kernels compute so many rows, without a trial."""
-    return num_rows > _TIMED_ROWS and parts > 1 and exact_gemm.sums_parts(weight, num_rows)
+    return num_rows > TIMED_ROWS and parts > 1 and exact_gemm.sums_parts(weight, num_rows)
 
 
 def _by_own(
@@ -234,7 +232,7 @@ def _library_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.T
 def library_sizes(num_rows: int) -> list[int]:
     """Returns the numbers of rows at which cuBLAS may compute this many, in ascending order."""
     sizes = [proven_size(num_rows)]
-    while num_rows <= _TIMED_ROWS and len(sizes) < _LIBRARY_SIZES:
+    while num_rows <= TIMED_ROWS and len(sizes) < _LIBRARY_SIZES:
         sizes.append(proven_size(sizes[-1] + 1))
     return sizes
 
@@ -281,7 +279,7 @@ def _measured(
         captured = product()
         graph.capture_end()
         graph.replay()
-        decides = num_rows <= library_sizes(_TIMED_ROWS)[-1]
+        decides = num_rows <= library_sizes(TIMED_ROWS)[-1]
         microseconds = min(times_on_gpu(graph.replay, _REPLAYS)) * 1e3 if decides else 0.0
     torch.cuda.current_stream(device).wait_stream(side)
     if not _same_bits(captured, wanted):

@@ -6,6 +6,7 @@ import torch
 
 _LEAST_STEP = 8  # minimum distance between numbers of rows that cuBLAS computes
 _FEW_ROWS = 64  # up to which our own kernels compute
+TIMED_ROWS = 1024  # up to which cuBLAS selects badly for some numbers, so that times decide
 
 
 def proven_size(num_rows: int) -> int:
@@ -16,18 +17,14 @@ def proven_size(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def picked_size(rows: torch.Tensor) -> int:
-    """Returns how many rows a last layer computes at least where it is asked for some: one, and on
-    a GPU a number that graphs of prompts have too, since strict products of other numbers may have
-    to be timed first, see `exact_linear.Proofs`.
-
-    Args:
-        rows: [n], indexes of the rows that are asked for.
+def timed_size(num_rows: int, device: torch.device) -> int:
+    """Returns the number of rows to compute where so many are asked for: at least one, and on a GPU
+    one of few numbers, since strict products of each are timed when they first come, see
+    `exact_linear.Proofs`. Graphs of prompts have those from 65 to 1,024.
     """
-    num_rows = len(rows)
-    if num_rows <= _FEW_ROWS or rows.device.type == "cpu":
+    if num_rows <= _FEW_ROWS or device.type == "cpu":
         return max(1, num_rows)
-    step = (1 << (num_rows - 1).bit_length()) // 4
+    step = (1 << (min(num_rows, TIMED_ROWS) - 1).bit_length()) // 4
     return -(-num_rows // step) * step
 
 

@@ -14,7 +14,7 @@ from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.layers.linear import Linear
 from foredraft.layers.norm import RMSNorm
 from foredraft.layers.normed import Normed
-from foredraft.layers.padded_rows import picked_size, proven_size
+from foredraft.layers.padded_rows import proven_size, timed_size, with_more
 from foredraft.layers.parameters import Target
 from foredraft.layers.rotary import Rotary
 from foredraft.models.config import ModelConfig
@@ -183,8 +183,15 @@ class DecoderModel(nn.Module):
             plan = self.plan(batch, kv, attention, capture, all_hidden)
         x, captured, streams = self.states(batch, kv, attention, capture, plan)
         is_picked = batch.logit_rows is None or plan[0].wanted is not None
-        logits = self.lm_head(x if is_picked else x[batch.logit_rows])
+        logits = self._logits(x if is_picked else x[batch.logit_rows], batch.plan is not None)
         return ModelOutput(logits, x, captured, streams, tuple(capture))
+
+    def _logits(self, x: torch.Tensor, is_captured: bool) -> torch.Tensor:
+        """Computes logits of rows [n, hidden_size]; captured steps have few numbers of rows."""
+        num_rows = x.shape[0]
+        if num_rows and not is_captured:
+            x = with_more(x, timed_size(num_rows, x.device))
+        return self.lm_head(x)[:num_rows]
 
     def reserve(self, num_rows: int) -> None:
         """Reserves memory for forwards of up to so many rows where ranks compute halves in turns;
@@ -236,7 +243,8 @@ class DecoderModel(nn.Module):
             plan = attention.plan(rows, kv, self._windows, self.group_size)
             wanted = None
             if picks and rows.logit_rows is not None:
-                index, last = rows.wanted(picked_size(rows.logit_rows))
+                least = timed_size(len(rows.logit_rows), rows.logit_rows.device)
+                index, last = rows.wanted(least)
                 plan_of_last = attention.plan(last, kv, self.config.windows[-1:], self.group_size)
                 wanted = WantedRows(index, plan_of_last)
             found.append(Part(first, rows, kv, attention, plan, group, wanted))
