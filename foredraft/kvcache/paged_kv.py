@@ -3,12 +3,15 @@
 `page_pool` keeps which sequence owns which page.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 Scales = tuple[float, float]  # factors of a layer's keys and values
+_LEAST_MAPPED = 1 << 20  # bytes on a CPU from which on memory is mapped for zeros
 
 
 class KVShape(Protocol):
@@ -64,9 +67,8 @@ class PagedKV:
         num_slots = (num_pages + num_scratch_pages) * page_size
         # Zeros, not empty: a masked key has weight 0, and 0 times uninitialised memory may
         # be NaN.
-        self.data = torch.zeros(
-            num_layers, 2 * num_kv_heads, num_slots, head_dim, dtype=dtype, device=device
-        )
+        shape = num_layers, 2 * num_kv_heads, num_slots, head_dim
+        self.data = _zeros(shape, dtype, torch.device(device))
         self.scales = tuple(scales) if scales is not None else ((1.0, 1.0),) * num_layers
         self._keys = tuple(layer[:num_kv_heads] for layer in self.data)
         self._values = tuple(layer[num_kv_heads:] for layer in self.data)
@@ -153,3 +155,17 @@ class PagedKV:
             source, target: int64 [n].
         """
         self._movable.index_copy_(2, target, self._movable.index_select(2, source))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros; on a CPU in memory that the system clears page by page when it is first used,
+    where clearing all of it would delay the start.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LEAST_MAPPED:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(f"can't allocate memory: {num_bytes} bytes") from error
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
