@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+# Read by OpenMP when torch is imported, which nobody has done yet. Services ask for it too, but the
+# process that they are forked from imports torch before them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if IS_WORKER:
-    # Read by torch when it is imported, which no worker has done yet.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):  # tests on a GPU can do without
