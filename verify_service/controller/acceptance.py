@@ -31,13 +31,16 @@ class SizeBins:
         self.sizes = tuple(sizes)
         self.widths = np.diff((0, *self.sizes)).astype(float)
         self.bin_of = [bisect.bisect_right(self.sizes, node) for node in range(self.sizes[-1])]
-        # By bin: what an accepted node adds to the square of a chain's number of accepted nodes.
-        self.squares = 2 * np.array(self.sizes) - self.widths
-        # A tree that ends within a bin counts as an outcome of the whole bin.
-        nodes = range(1, self.sizes[-1] + 1)
-        num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes)]
-        # By number of nodes: 1 for each bin that a tree tells of, else 0.
-        self.told = np.tri(len(self) + 1, len(self), -1)[num_told]
+        # By bin: its nodes; what an accepted one adds to the square of a chain's accepted nodes.
+        self.measures = self.widths.tolist(), (2 * np.array(self.sizes) - self.widths).tolist()
+        nodes = range(self.sizes[-1] + 1)
+        # By number of nodes: number of bins that a tree tells of; one that ends within a bin counts
+        # as an outcome of the whole bin.
+        self.num_told = [0, *(bisect.bisect_left(self.sizes, node) + 1 for node in nodes[1:])]
+        # By number of bins: 1 for so many first ones, else 0; by number of nodes: likewise for bins
+        # that lie wholly within them.
+        self.first = np.tri(len(self) + 1, len(self), -1)
+        self.within = self.first[[self.num_within(node) for node in nodes]]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -83,12 +86,13 @@ class Acceptance:
         # Accepted nodes, and what they are counted against: [pools or rows, 2, bins].
         self._pools, self._own = np.zeros((num_pools, 2, size)), np.zeros((64, 2, size))
         self._free = list(range(63, NOTHING, -1))
-        self._pending: list[tuple[int, int, int, Collection[int]]] = []
+        # Outcomes to count: row, pool, number of bins told of, and accepted nodes by bin.
+        self._pending: list[tuple[int, int, int, list[int]]] = []
         self._doubt = Doubt(config)
         # Difference between recent accepted nodes and their expectation, and its variance; and
         # seconds since evidence was last reduced.
         self._surplus = self._variance = self._unaged = 0.0
-        self._ratios: dict[tuple[int, float], Array] = {}
+        self._ratios: dict[tuple[int, float], list[float]] = {}
 
     def pool(self, history: DraftHistory, confidence: int) -> int:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
@@ -120,20 +124,20 @@ class Acceptance:
     def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
         """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
         known, priors = list(set(pools)), (self._own_prior, self._config.prior_outcomes)
-        places = slice(None) if len(known) == 1 else [known.index(pool) for pool in pools]
-        ratios = np.array([self._ratio(pool, deviations) for pool in known])[places]
-        prior = np.array([priors[pool > 1] for pool in known])[places]
+        places = [known.index(pool) for pool in pools] if len(known) > 1 else [0]
+        ratios = np.array([self._ratio(pool, deviations) for pool in known]).T.take(places, 1)
+        prior = np.array([priors[pool > 1] for pool in known]).take(places)
         hits, tries = self._own.take(rows, 0).transpose(1, 2, 0)
-        before, columns = np.ones(1), []
-        for ratio, hit, tried in zip(ratios.T, hits, tries + prior, strict=True):
-            before = (hit + prior * before * ratio) / tried
-            columns.append(before)
+        before, columns = prior, []
+        for ratio, hit, tried in zip(ratios, hits, tries + prior, strict=True):
+            columns.append((hit + before * ratio) / tried)
+            before = prior * columns[-1]
         gains = np.minimum(np.array(columns).T, self.bins.widths, order="C")
         return falling(gains, self.bins.widths)
 
     def evidence(self, groups: Collection[int]) -> float:
         """Returns the number of outcomes of the group of sequences that has fewest."""
-        return float(self._pools[list(groups), 1, 0].min())
+        return min(self._pools.item(group, 1, 0) for group in groups)
 
     @property
     def num_outcomes(self) -> float:
@@ -153,10 +157,17 @@ class Acceptance:
         row = history.tracks.get(key)
         if row is None:
             if not self._free:
-                self._grow()
+                size = len(self._own)
+                self._own = np.concatenate([self._own, np.zeros_like(self._own)])
+                self._free = list(range(2 * size - 1, size - 1, -1))
             row = history.tracks[key] = self._free.pop()
             self._own[row] = 0.0
-        self._pending.append((row, self.pool(history, confidence), num_nodes, accepted))
+        bins, counts = self.bins, [0] * len(self.bins)
+        for node in accepted:
+            if node < num_nodes:
+                counts[bins.bin_of[node]] += 1
+        told = bins.num_told[min(num_nodes, bins.sizes[-1])]
+        self._pending.append((row, self.pool(history, confidence), told, counts))
 
     def forget(self, history: DraftHistory, draft: int) -> None:
         """Frees the rows of a sequence that has ended."""
@@ -171,9 +182,8 @@ class Acceptance:
         self._unaged += seconds
         if self._unaged < self._config.look_seconds:
             return
-        kept = math.exp(-self._unaged / self._config.forget_seconds)
+        self._pools *= math.exp(-self._unaged / self._config.forget_seconds)
         self._unaged = 0.0
-        self._pools *= kept
         self._ratios.clear()
 
     def learn(self, most: int = 0) -> bool:
@@ -183,80 +193,74 @@ class Acceptance:
         bins, config, pending = self.bins, self._config, self._pending
         if len(pending) <= most:
             return False
-        rows, pools, sizes, _ = zip(*pending, strict=True)
-        told, size = bins.told[np.minimum(sizes, bins.sizes[-1])], len(bins)
-        places = [
-            i * size + bins.bin_of[node]
-            for i, (_, _, num_nodes, accepted) in enumerate(pending)
-            for node in accepted
-            if node < num_nodes
-        ]
-        hits = np.bincount(places, minlength=told.size).reshape(told.shape).astype(float)
-        before = np.concatenate((told[:, :1], told[:, 1:] * hits[:, :-1]), 1)
-        gains = self._estimates(rows, pools, 0.0)
+        rows, pools, told, outcomes = zip(*pending, strict=True)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
-        weight = min(config.seen_enough / len(set(rows)), 1.0)
-        share = min(config.prior_outcomes / len(set(rows)), 1.0)
-        # A bin counts as one try, however many nodes it has: right by the share that was accepted.
-        right, mean = (hits / bins.widths)[before > 0], before * gains / bins.widths
-        mean[:, 1:] /= np.maximum(gains[:, :-1], 1e-9)  # given the bin before
-        sums = right.sum(), (1 - right).sum(), np.minimum(mean, 1.0).sum()
-        self._doubt.record(*(share * float(one) for one in sums))
+        num_rows = len(set(rows))
+        weight = min(config.seen_enough / num_rows, 1.0)
+        share = min(config.prior_outcomes / num_rows, 1.0)
+        expected = self._estimates(rows, pools, 0.0).tolist()
+        right = tries = known = surplus = variance = 0.0
+        for num, counts, gains in zip(told, outcomes, expected, strict=True):
+            # Accepted nodes of the bin before, and their expectation; both of all bins so far.
+            before, above, mean, square = 1, 1.0, 0.0, 0.0
+            for count, gain, width, more in zip(counts[:num], gains, *bins.measures, strict=False):
+                if before:  # a bin is one try: right by the share of its nodes that was accepted
+                    right += count / width
+                    tries += 1
+                    known += before * gain / width / above
+                before, above, mean, square = count, gain or 1.0, mean + gain, square + gain * more
+            surplus += sum(counts) - mean
+            # Variances as of chains. Trees have smaller ones, so their changes are seen later.
+            variance += min(square - mean**2, mean * (1 + mean))
+        self._doubt.record(share * right, share * (tries - right), share * known)
         # Outcomes far from their expectation mean a change: nothing but the newest counts then.
-        means, kept = told * gains, 1 - config.newest_share
-        mean = means.sum(axis=1)
-        self._surplus = kept * self._surplus + share * float(hits.sum() - mean.sum())
-        # Variances as of chains. Trees have smaller ones, so their changes are seen later.
-        spreads = np.minimum(means @ bins.squares - mean**2, mean * (1 + mean))
-        self._variance = kept**2 * self._variance + share * float(spreads.sum())
+        kept = 1 - config.newest_share
+        self._surplus = kept * self._surplus + share * surplus
+        self._variance = kept**2 * self._variance + share * variance
         if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
             self._surplus = self._variance = 0.0
             self._pools[:] = self._own[:] = 0.0
             self._doubt = Doubt(config)
-        new = np.stack((hits, told, before), 1)
-        _add(self._own, rows, 1 - told / config.own_memory, new[:, :2])
-        _add(self._pools, pools, 1 - weight * told / config.pool_memory, weight * new[:, ::2])
+        tried = bins.first.take(told, 0)
+        new = np.array((outcomes, tried, tried))
+        new[2, :, 1:] *= new[0, :, :-1]  # pools count nodes against those of the bin before
+        _add(self._own, rows, 1 - tried / config.own_memory, new[:2])
+        _add(self._pools, pools, 1 - weight * tried / config.pool_memory, weight * new[::2])
         pending.clear()
         self._ratios.clear()
         return True
 
-    def _ratio(self, pool: int, deviations: float) -> Array:
+    def _ratio(self, pool: int, deviations: float) -> list[float]:
         """Returns the ratios of each bin's accepted nodes to the previous bin's, in a pool."""
         if (pool, deviations) not in self._ratios:
             self._ratios[pool, deviations] = self._new_ratio(pool, deviations)
         return self._ratios[pool, deviations]
 
-    def _new_ratio(self, pool: int, deviations: float) -> Array:
-        config, widths, prior = self._config, self.bins.widths, self._config.prior_outcomes
-        hits, before = self._pools[pool]
+    def _new_ratio(self, pool: int, deviations: float) -> list[float]:
+        config, prior = self._config, self._config.prior_outcomes
+        hits, before = self._pools[pool].tolist()
         confidence, group = divmod(pool, 2)
         first = min(config.prior_match * confidence, 1.0) if confidence else config.prior_chance
-        least = self.bins.chains[int(100 * first), 0]
+        least = self.bins.chains.item(int(100 * first), 0)
         if group:
-            greedy, tries = self._pools[pool - 1, :, 0]
+            greedy, tries = self._pools[pool - 1, :, 0].tolist()
             least = (greedy + prior * least) / (tries + prior)
-        density = (hits[0] + prior * least) / (before[0] + prior) / widths[0]
-        if confidence:
-            density = max(density, config.prior_repeat)
-        chain = self.bins.chains[min(int(100 * density + 0.5), 100)].copy()
-        chain[0] = least
-        ratio: Array = (hits + prior * chain) / (before + prior)
+        density = (hits[0] + prior * least) / (before[0] + prior) / self.bins.sizes[0]
+        density = max(density, config.prior_repeat if confidence else 0.0)
+        deeper = self.bins.chains[min(int(100 * density + 0.5), 100), 1:].tolist()
+        each = zip(hits, before, [least, *deeper], strict=True)
+        ratio = [(hit + prior * usual) / (tried + prior) for hit, tried, usual in each]
         if confidence:  # deeper bins have fewer outcomes, so the previous bin is their prior
             for i in range(2, len(ratio)):
                 ratio[i] = (hits[i] + prior * ratio[i - 1]) / (before[i] + prior)
         if deviations:
-            share = np.minimum(ratio / widths, 1.0)
-            spread = np.sqrt(share * (1 - share) / (before + prior + 1)) * widths
-            if deviations > 0:
-                spread[before >= config.seen_enough] = 0.0
-            ratio = np.maximum(ratio + deviations * spread, 0.0)
+            for i, width in enumerate(self.bins.measures[0]):
+                share = min(ratio[i] / width, 1.0)
+                spread = math.sqrt(share * (1 - share) / (before[i] + prior + 1)) * width
+                if deviations < 0 or before[i] < config.seen_enough:
+                    ratio[i] = max(ratio[i] + deviations * spread, 0.0)
         return ratio
-
-    def _grow(self) -> None:
-        size = len(self._own)
-        self._own = np.concatenate([self._own, np.zeros_like(self._own)])
-        self._free = list(range(2 * size - 1, size - 1, -1))
 
 
 def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
@@ -266,22 +270,24 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
         sums: [places, 2, bins].
         places: Place of each outcome.
         kept: Share that is kept, [outcomes, bins].
-        new: The outcomes, [outcomes, 2, bins].
+        new: The outcomes, [2, outcomes, bins].
     """
-    if len(set(places)) == len(places):
-        sums[list(places)] = sums[list(places)] * kept[:, None] + new
+    different = set(places)
+    if len(different) == len(places):
+        sums[list(places)] = sums.take(places, 0) * kept[:, None] + new.swapaxes(0, 1)
         return
-    for place in set(places):
+    for place in different:
         own = [i for i, one in enumerate(places) if one == place]
-        left = kept[own][::-1].cumprod(axis=0)[::-1]  # after each outcome and all later ones
-        later = np.concatenate((left[1:], np.ones_like(left[:1])))
-        sums[place] = sums[place] * left[0] + (later[:, None] * new[own]).sum(axis=0)
+        left = kept.take(own[::-1], 0).cumprod(axis=0)[::-1]  # after an outcome and all later ones
+        shown = new.take(own, 1)
+        shown[:, :-1] *= left[1:]
+        sums[place] = sums[place] * left[0] + shown.sum(axis=1)
 
 
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
     density, wide = gains / widths, widths.tolist()
-    for i in np.nonzero((density[:, 1:] > density[:, :-1] + 1e-12).any(axis=1))[0]:
+    for i in set((density[:, 1:] > density[:, :-1] + 1e-12).nonzero()[0].tolist()):
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
         for gain, width in zip(gains[i].tolist(), wide, strict=True):
             count = 1

@@ -249,11 +249,10 @@ class Goodput:
         pools = [acceptance.pool(candidates[i].history, 0) for i in own]
         gains = acceptance.gains(rows, pools, deviations)
         behind = np.array([candidates[i].behind[number] for i in own])
-        is_far = behind > self.config.close_tokens
-        if is_far.any():
+        if behind.max() > self.config.close_tokens:
             left = np.array([candidates[i].left for i in own]) / (1 + gains.sum(axis=1))
             token = costs.reading(1) * len(candidates) / costs.plain(len(candidates))
-            burden = np.where(is_far, token * behind, 0.0)
+            burden = np.where(behind > self.config.close_tokens, token * behind, 0.0)
             burden = burden / np.clip(left, 1, self.config.payback_steps)
             gains = np.maximum(np.cumsum(gains, axis=1) - burden[:, None], 0.0)
             gains[:, 1:] -= gains[:, :-1].copy()  # taken from the likeliest nodes first
@@ -261,8 +260,7 @@ class Goodput:
 
     def _within(self, gains: Array, limits: Sequence[int]) -> Array:
         """Returns gains with zeros for bins beyond each sequence's limit."""
-        within = np.searchsorted(self.bins.sizes, limits, "right")
-        return np.where(np.arange(len(self.bins)) < within[:, None], gains, 0.0)
+        return gains * self.bins.within.take(limits, 0, mode="clip")
 
 
 def _gains_of(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> Array:

@@ -195,7 +195,7 @@ class GridTable:
 
     def many(self, batch: int, rows: Array) -> Array:
         """See `Table`."""
-        return np.array([self.seconds(batch, int(num)) for num in rows])
+        return np.array([self.seconds(batch, num) for num in rows.tolist()])
 
     def bucket(self, batch: int, rows: int) -> int:
         """See `Table`."""
@@ -208,16 +208,15 @@ class GridTable:
 
     def choices(self, gains: Array, bins: SizeBins, depth: int, others: int) -> Choices:
         """See `Table`; all sequences have the same number of rows."""
-        shapes = [rows for rows in self.rows(len(gains)) if rows > 1]
+        shapes = self.rows(len(gains))[1:]
         totals = [0.0, *gains.sum(axis=0).cumsum().tolist()]
         added = np.array([totals[bins.num_within(rows - 1)] for rows in shapes])
-        levels = np.array([min(rows - 1, depth) for rows in shapes], float)
-        is_within = gains[:, 0] > 0
+        rows = np.array(shapes, float)
 
         def nodes(index: int) -> list[int]:
-            return [shapes[index] - 1 if has_any else 0 for has_any in is_within.tolist()]
+            return [shapes[index] - 1 if first > 0 else 0 for first in gains[:, 0].tolist()]
 
-        return Choices(added, np.array(shapes, float), levels, nodes)
+        return Choices(added, rows, np.minimum(rows - 1, depth), nodes)
 
 
 def rising(values: Sequence[float]) -> list[float]:
