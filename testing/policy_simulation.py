@@ -183,7 +183,8 @@ class _Run:
             plan = self._plan(num_prompts, False)
         nodes = plan.nodes
         is_drafted, num_asked = any(nodes), sum(map(bool, nodes))
-        unread = sum(one.behind for one, num in zip(answers, nodes, strict=True) if num)
+        pairs = list(zip(answers, nodes, strict=True))
+        unread = sum([one.behind for one, num in pairs if num]) if is_drafted else 0
         lead = 0.0
         if padded and not is_ahead:
             if is_drafted or not policy.is_suspended:
@@ -193,18 +194,18 @@ class _Run:
             if (
                 not is_drafted and not policy.is_suspended
             ):  # the draft is synced, and reads meanwhile
-                self._unread = sum(one.behind for one in answers)
+                self._unread = sum([one.behind for one in answers])
         late = max(self._busy_until - self.now, 0.0)
         if is_drafted:
             lead += late
         factor = max(0.7, self._rng.gauss(1, self._noise))
-        outcomes = [self._commit(*pair) for pair in zip(answers, nodes, strict=True)]
-        tokens = sum(len(path) + 1 for _, _, path in outcomes)
+        outcomes = [self._commit(one, num) for one, num in pairs]
+        tokens = batch + sum([len(path) for _, _, path in outcomes])
         is_told = padded and not is_ahead and not is_drafted and not policy.is_suspended
         if is_told:
             for one in answers:
                 one.behind = 0
-        context = sum(one.context for one in answers)
+        context = sum([one.context for one in answers])
         rows = plan.rows if padded else batch + sum(nodes)
         target = model.seconds(batch, rows, context) + model.told * is_told
         if num_prompts:
@@ -243,7 +244,7 @@ class _Run:
             for outcome in outcomes if is_drafted else ():  # plain steps show nothing
                 policy.record(*outcome)
 
-        if sum(one.behind for one in answers) > model.kept:
+        if sum([one.behind for one in answers]) > model.kept:
             for one in answers:
                 one.behind = 0
         self._land()
@@ -262,13 +263,14 @@ class _Run:
             self._policy.ended_trial()
         if self._policy.stays_suspended:
             return Plan([0] * len(self._answers), 1)
-        most = self._model.tree[2]
+        whole, none, padded, left = [self._model.tree[2]], [0], self._model.is_padded, 1 << 30
         candidates = [
             Candidate(
                 one.history,
-                [most * (one.num_left > 1)],
-                [one.behind * self._model.is_padded],
-                context=one.context,
+                whole if one.num_left > 1 else none,
+                [one.behind] if padded else none,
+                left,
+                one.context,
             )
             for one in self._answers
         ]
@@ -311,18 +313,20 @@ class _Run:
 
     def _commit(self, one: Answer, num: int) -> tuple[DraftHistory, int, list[int]]:
         """Returns the tokens that a tree of this many nodes gives a sequence."""
-        path: list[int] = []
-        rate = self._rate(one)
-        if num:
-            if self._are_alike:
-                path = list(range(num))[: self._alike(rate * self._model.tree[0])]
-            else:
-                path = accepted_nodes(self._tree, num, rate, self._rng)
-            path = path[: one.num_left - 1]
-        tokens = len(path) + 1
-        one.num_left -= tokens
-        one.context += tokens
-        one.behind = 0 if num else one.behind + tokens
+        rate = one.rate or self._rate(one)
+        if not num:
+            one.num_left -= 1
+            one.context += 1
+            one.behind += 1
+            return one.history, 0, []
+        if self._are_alike:
+            path = list(range(num))[: self._alike(rate * self._model.tree[0])]
+        else:
+            path = accepted_nodes(self._tree, num, rate, self._rng)
+        path = path[: one.num_left - 1]
+        one.num_left -= len(path) + 1
+        one.context += len(path) + 1
+        one.behind = 0
         return one.history, num, path
 
     def _replace(self, num_prompts: int) -> None:
@@ -334,5 +338,6 @@ class _Run:
                 answers[i] = Answer(num_left=self._answer, behind=behind)
             elif num_prompts:  # the next step sends what was committed beside them
                 one.behind += 1
-        for i in self._rng.sample(range(len(answers)), min(num_prompts, len(answers))):
-            answers[i] = Answer(num_left=self._rng.randint(1, self._answer))
+        if num_prompts:
+            for i in self._rng.sample(range(len(answers)), min(num_prompts, len(answers))):
+                answers[i] = Answer(num_left=self._rng.randint(1, self._answer))

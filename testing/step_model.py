@@ -105,20 +105,17 @@ class StepModel:
             rows: Rows of each sequence where steps are padded, else of all.
             context: Number of tokens of all sequences.
         """
-        return (
-            self._exact.seconds(batch, rows)
-            + self._extra(batch, rows)
-            + self._of_context(batch) * context
-        )
-
-    def _of_context(self, batch: int) -> float:
-        if batch not in self._per_token:
-            known = list(self.context)
-            self._per_token[batch] = float(np.interp(batch, known, list(self.context.values())))
-        return self._per_token[batch]
+        key = batch, rows
+        if key not in self._known:
+            per_token = np.interp(batch, list(self.context), list(self.context.values()))
+            without = self._exact.seconds(batch, rows) + self._extra(batch, rows)
+            self._known[key] = without, float(per_token)
+        without, of_token = self._known[key]
+        return without + of_token * context
 
     @functools.cached_property
-    def _per_token(self) -> dict[int, float]:
+    def _known(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Seconds without context, and of a token of context, by (batch, rows)."""
         return {}
 
     @functools.cached_property
@@ -131,21 +128,14 @@ class StepModel:
         """
         if not self.extra:
             return 0.0
-        key = batch, rows
-        if key not in self._extras:
-            kind = [one for one in self.extra if (one[1] > 1) == (rows > 1)]
-            known = sorted({one[0] for one in kind})
-            seconds = []
-            for size in known:
-                sizes = [one[1] for one in kind if one[0] == size]
-                nearest = min(sizes, key=lambda n: (n < rows, abs(n - rows)))
-                seconds.append(self.extra[size, nearest])
-            self._extras[key] = float(np.interp(batch, known, seconds))
-        return self._extras[key]
-
-    @functools.cached_property
-    def _extras(self) -> dict[tuple[int, int], float]:
-        return {}
+        kind = [one for one in self.extra if (one[1] > 1) == (rows > 1)]
+        known = sorted({one[0] for one in kind})
+        seconds = []
+        for size in known:
+            sizes = [one[1] for one in kind if one[0] == size]
+            nearest = min(sizes, key=lambda n: (n < rows, abs(n - rows)))
+            seconds.append(self.extra[size, nearest])
+        return float(np.interp(batch, known, seconds))
 
     def draft_seconds(self, num_sequences: int, levels: int) -> float:
         """Returns the wait for trees of this many levels and sequences; where steps are padded
