@@ -2,6 +2,7 @@
 contexts.
 """
 
+import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,4 +78,7 @@ class Trace:
         return found
 
     def _within(self, start: float, end: float) -> list[TraceStep]:
-        return [step for step in self.steps if start < step.end <= end]
+        first, last = (
+            bisect.bisect(self.steps, time, key=lambda step: step.end) for time in (start, end)
+        )
+        return self.steps[first:last]
