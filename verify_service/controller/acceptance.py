@@ -286,10 +286,10 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
 
 def falling(gains: Array, widths: Array) -> Array:
     """Returns the nearest gains that do not increase per node (pool adjacent violators, by row)."""
-    density, wide = gains / widths, widths.tolist()
+    density = gains / widths
     for i in set((density[:, 1:] > density[:, :-1] + 1e-12).nonzero()[0].tolist()):
         blocks: list[tuple[float, float, int]] = []  # gain, nodes, bins
-        for gain, width in zip(gains[i].tolist(), wide, strict=True):
+        for gain, width in zip(gains[i].tolist(), widths.tolist(), strict=True):
             count = 1
             while blocks and gain * blocks[-1][1] > blocks[-1][0] * width:
                 before, nodes, bins = blocks.pop()

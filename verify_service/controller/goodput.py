@@ -214,11 +214,11 @@ class Goodput:
         are nearly as good, if it `may_explore`: it shows most, and chances deep in trees are learnt
         from few outcomes.
         """
-        best = int(np.argmax(rates))
+        best = int(rates.argmax())
         if self.costs.table.is_padded or not may_explore:
             return best
-        near = np.flatnonzero(self.config.margin * rates >= rates[best])
-        return int(near[np.argmax(choices.added[near])])
+        [near] = (self.config.margin * rates >= rates[best]).nonzero()
+        return int(near[choices.added[near].argmax()])
 
     def _gains(
         self, candidates: Candidates, limits: Sequence[int], deviations: float
