@@ -1,5 +1,6 @@
 """Builds the batch of one forward from the rows of its sequences."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -142,45 +143,41 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
             outside the cache.
     """
     page_size, num_slots, device = kv.page_size, kv.data.shape[2], kv.data.device
-    spans: list[SequenceSpan] = []
     tokens: list[int] = []
-    logit_rows: list[int] = []
+    pages: list[int] = []
+    ends: list[tuple[int, int]] = []  # behind each sequence's rows, and behind its pages
     for sequence in rows:
-        span = _span(sequence, len(tokens), page_size)
-        spans.append(span)
+        num_pages = _num_pages(sequence, page_size)
         tokens.extend(sequence.tokens)
-        logit_rows.extend(range(span.first_row + span.first_wanted, len(tokens)))
-    positions = np.concatenate([span.positions for span in spans])
-    slots = _slots(spans, page_size)
+        pages.extend(sequence.pages[:num_pages])
+        ends.append((len(tokens), len(pages)))
+    # One array for all sequences, whose spans are parts of it: making one takes a microsecond.
+    all_pages, begins = np.array(pages, np.int64), [(0, 0), *ends[:-1]]
+    all_positions = np.empty(len(tokens), np.int64)
+    for sequence, (begin, _), (end, _) in zip(rows, begins, ends, strict=True):
+        all_positions[begin:end] = _array(sequence.positions)
+    spans = [
+        _span(sequence, row, all_positions[row:end_row], all_pages[page:end_page])
+        for sequence, (row, page), (end_row, end_page) in zip(rows, begins, ends, strict=True)
+    ]
+    counts = [span.num_rows for span in spans]
+    indexes = np.arange(len(tokens))
+    indexes += np.repeat([span.write_index - span.first_row for span in spans], counts)
+    first_pages = np.repeat([page for _, page in begins], counts)
+    slots = all_pages[first_pages + indexes // page_size] * page_size + indexes % page_size
     if slots.min() < 0 or slots.max() >= num_slots:
         raise ValueError(f"a page table names a page outside the cache of {num_slots} slots")
-    uploaded = _uploaded((tokens, positions, slots, logit_rows, _reaches(rows)), device)
+    logit_rows = _logit_rows(spans)
+    parts = tokens, all_positions, slots, logit_rows or (), _reaches(rows)
+    uploaded = _uploaded(parts, device)
     return Batch(
         tokens=uploaded[0],
         positions=uploaded[1],
         slots=uploaded[2],
         spans=spans,
-        logit_rows=None if len(logit_rows) == len(tokens) else uploaded[3],
+        logit_rows=None if logit_rows is None else uploaded[3],
         reaches=uploaded[4] if len(uploaded[4]) else None,
     )
-
-
-def _slots(spans: Sequence[SequenceSpan], page_size: int) -> npt.NDArray[np.int64]:
-    """Returns the slots that rows write to, [num_rows]; of all sequences at once, since a step may
-    have hundreds.
-    """
-    counts = [span.num_rows for span in spans]
-    ends = np.cumsum(counts)
-    starts = np.array([span.write_index for span in spans])
-    indexes = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-    # Pages of all sequences stand one after the other.
-    lengths = [len(span.pages) for span in spans]
-    firsts = np.repeat(np.cumsum(lengths) - lengths, counts)
-    pages = np.concatenate([span.pages for span in spans])
-    slots: npt.NDArray[np.int64] = (
-        pages[firsts + indexes // page_size] * page_size + indexes % page_size
-    )
-    return slots
 
 
 def _uploaded(
@@ -192,16 +189,29 @@ def _uploaded(
     # Kernels have variants for what begins at 16 bytes.
     rooms = [len(part) + len(part) % 2 for part in parts]
     block = torch.empty(sum(rooms), dtype=torch.int64, pin_memory=device.type == "cuda")
-    for place, part in zip(block.split(rooms), parts, strict=True):
-        place.numpy()[: len(part)] = part
-    places = block.to(device, non_blocking=True).split(rooms)
-    return [place[: len(part)] for place, part in zip(places, parts, strict=True)]
+    begins = itertools.accumulate(rooms, initial=0)
+    places = [slice(begin, begin + len(part)) for begin, part in zip(begins, parts, strict=False)]
+    numbers = block.numpy()
+    for place, part in zip(places, parts, strict=True):
+        numbers[place] = part
+    sent = block.to(device, non_blocking=True)
+    return [sent[place] for place in places]
 
 
-def _int64(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-    if isinstance(numbers, range):  # numpy would read it number by number
+def _array(numbers: Sequence[int]) -> Sequence[int] | npt.NDArray[np.int64]:
+    """Returns consecutive numbers as an array, which numpy would read one by one."""
+    if isinstance(numbers, range) and len(numbers) > 1:
         return np.arange(numbers.start, numbers.stop, numbers.step)
-    return np.asarray(numbers, dtype=np.int64)
+    return numbers
+
+
+def _logit_rows(spans: Sequence[SequenceSpan]) -> list[int] | None:
+    """Returns the rows whose logits are computed; None for all."""
+    if not any(span.first_wanted for span in spans):
+        return None
+    firsts = (span.first_row for span in spans)
+    wanted = (range(span.first_wanted, span.num_rows) for span in spans)
+    return [first + row for first, rows in zip(firsts, wanted, strict=True) for row in rows]
 
 
 def _reaches(rows: Sequence[SequenceRows]) -> npt.NDArray[np.int64]:
@@ -211,7 +221,12 @@ def _reaches(rows: Sequence[SequenceRows]) -> npt.NDArray[np.int64]:
     return np.repeat([one.reach for one in rows], [len(one.tokens) for one in rows])
 
 
-def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:
+def _num_pages(rows: SequenceRows, page_size: int) -> int:
+    """Returns how many entries of the page table are read.
+
+    Raises:
+        ValueError: The table is too short, or a mask or position list does not fit the rows.
+    """
     num_rows = len(rows.tokens)
     num_keys = rows.write_index + num_rows
     num_tail = num_keys - rows.prefix_len
@@ -231,10 +246,20 @@ def _span(rows: SequenceRows, first_row: int, page_size: int) -> SequenceSpan:
         raise ValueError(f"tail_mask is {tuple(rows.tail_mask.shape)}, not {(num_rows, num_tail)}")
     if rows.tail_positions is not None and len(rows.tail_positions) != num_tail:
         raise ValueError(f"{len(rows.tail_positions)} tail_positions for {num_tail} keys")
+    return num_pages
+
+
+def _span(
+    rows: SequenceRows,
+    first_row: int,
+    positions: npt.NDArray[np.int64],
+    pages: npt.NDArray[np.int64],
+) -> SequenceSpan:
+    num_rows = len(positions)
     return SequenceSpan(
         first_row=first_row,
-        positions=_int64(rows.positions),
-        pages=np.asarray(rows.pages[:num_pages], dtype=np.int64),
+        positions=positions,
+        pages=pages,
         prefix_start=rows.prefix_start,
         prefix_len=rows.prefix_len,
         write_index=rows.write_index,
