@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from foredraft.sampling.columns import FLOATS
 from foredraft.sampling.seeds import to_int64
 from foredraft.types import SamplingParams
 
+_floats_of = attrgetter(*FLOATS)
 # Float32 numbers in 16 bytes: unaligned tensors would need another variant of each kernel.
 _ALIGNED = 4
 
@@ -53,22 +55,22 @@ class SamplingRows:
         count = len(params)
         floats = np.zeros((len(FLOATS), -(-count // _ALIGNED) * _ALIGNED), dtype=np.float32)
         ints = np.zeros((3, floats.shape[1]), dtype=np.int64)
-        for row, name in enumerate(FLOATS):
-            floats[row, :count] = [getattr(p, name) for p in params]
+        floats[:, :count] = list(zip(*map(_floats_of, params), strict=True))
         ints[:, :count] = (
             [p.top_k for p in params],
             [to_int64(p.seed) for p in params],
             positions,
         )
+        different = {id(p): p for p in params}.values()  # a tree's rows share theirs
         top_k, seed, position = _send(ints, device)[:, :count]
         return cls(
             **dict(zip(FLOATS, _send(floats, device)[:, :count], strict=True)),
             top_k=top_k,
             seed=seed,
             position=position,
-            any_sampled=any(p.is_sampled for p in params),
-            any_ranked=any(p.is_ranked for p in params),
-            any_filtered=any(p.is_filtered for p in params),
+            any_sampled=any(p.is_sampled for p in different),
+            any_ranked=any(p.is_ranked for p in different),
+            any_filtered=any(p.is_filtered for p in different),
         )
 
     def __len__(self) -> int:

@@ -32,10 +32,15 @@ def choose(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Returns:
         int64 [R], the chosen tokens; NO_TOKEN for a row in which a logit is NaN or plus infinity.
     """
+    if not rows.any_sampled:
+        return choose_greedily(logits)
+    return _choose_by_kernels(logits, rows) if logits.is_cuda else rule_cpu.choose(logits, rows)
+
+
+def choose_greedily(logits: torch.Tensor) -> torch.Tensor:
+    """Applies the rule for temperature 0, see `choose`."""
     if not logits.is_cuda:
-        return rule_cpu.choose(logits, rows) if rows.any_sampled else rule_cpu.greedy(logits)
-    if rows.any_sampled:
-        return _choose_by_kernels(logits, rows)
+        return rule_cpu.greedy(logits)
     return greedy(scrub(logits)).masked_fill_(broken_rows(logits), NO_TOKEN)
 
 

@@ -1,6 +1,7 @@
 """Applies the sampling rule to the logits of a step and walks the trees."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from foredraft.sampling.rows import SamplingRows
 from foredraft.sampling.sampling import (
     broken_rows,
     choose,
+    choose_greedily,
     log_probs,
     probabilities,
 )
@@ -148,36 +150,26 @@ class Sampler:
         self, batch: Sequence[VerifyRows], logits: torch.Tensor, forced: list[list[int]]
     ) -> list[Outcome]:
         """Does the work of `choose` for a part of the batch; changes the float32 logits."""
-        params: list[SamplingParams] = []
-        positions: list[int] = []
-        spans: list[tuple[int, int]] = []
-        for rows in batch:
-            sequence, parents = rows.sequence, rows.tree.parents
-            root = len(sequence.tokens)  # index of the token that the root's row chooses
-            start = len(positions)
-            positions.append(root)
-            params.append(sequence.sampling)
-            if parents:
-                positions.extend(root + depth for depth in depths(parents))
-                params.extend([sequence.sampling] * len(parents))
-            spans.append((start, len(positions)))
+        ends = list(itertools.accumulate(rows.num_rows for rows in batch))
+        spans = list(zip([0, *ends], ends, strict=False))
         raw = self._keep_raw(batch, spans, logits)
         for rows, (first, last) in zip(batch, spans, strict=True):
             if penalties.needed(rows.sequence.sampling):
                 self._penalise(rows, logits[first:last])
         self._constrain(batch, spans, logits)
-        sampling = SamplingRows.from_params(params, positions, self._device)
+        is_sampled = any(rows.sequence.sampling.is_sampled for rows in batch)
         if self._simulated is not None:
-            choose(logits, sampling).tolist()  # its cost, and the wait for it, are part of the step
+            # Its cost, and the wait for it, are part of the step.
+            self._chosen(batch, logits, is_sampled)
             walked = [
                 (walk(rows.tree, tokens), False) for rows, tokens in zip(batch, forced, strict=True)
             ]
         elif self._thresholds.lossy:
-            walked = self._walk_lossy(batch, spans, logits, sampling)
-        elif sampling.any_sampled and self._device.type == "cpu":
-            walked = [(v, False) for v in self._walk_lazily(batch, spans, logits, sampling)]
+            walked = self._walk_lossy(batch, spans, logits)
+        elif is_sampled and self._device.type == "cpu":
+            walked = [(v, False) for v in self._walk_lazily(batch, spans, logits)]
         else:
-            chosen = choose(logits, sampling).tolist()
+            chosen = self._chosen(batch, logits, is_sampled)
             walked = [
                 (walk(rows.tree, chosen[first:last]), False)
                 for rows, (first, last) in zip(batch, spans, strict=True)
@@ -187,14 +179,30 @@ class Sampler:
             for i, (rows, (verified, is_lossy)) in enumerate(zip(batch, walked, strict=True))
         ]
 
+    def _chosen(
+        self, batch: Sequence[VerifyRows], logits: torch.Tensor, is_sampled: bool
+    ) -> list[int]:
+        """Returns the rule's token at every row; `is_sampled` says whether any row is sampled."""
+        if not is_sampled:
+            return choose_greedily(logits).tolist()
+        return choose(logits, self._sampling_rows(batch)).tolist()
+
+    def _sampling_rows(self, batch: Sequence[VerifyRows]) -> SamplingRows:
+        """Returns the sampling parameters of all rows."""
+        params: list[SamplingParams] = []
+        positions: list[int] = []
+        for rows in batch:
+            root = len(rows.sequence.tokens)  # index of the token that the root's row chooses
+            positions.append(root)
+            positions.extend(root + depth for depth in depths(rows.tree.parents))
+            params.extend([rows.sequence.sampling] * rows.num_rows)
+        return SamplingRows.from_params(params, positions, self._device)
+
     def _walk_lazily(
-        self,
-        batch: Sequence[VerifyRows],
-        spans: list[tuple[int, int]],
-        logits: torch.Tensor,
-        sampling: SamplingRows,
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
     ) -> list[Verified]:
         """Chooses only at rows on the accepted paths: sampling a row is expensive on a CPU."""
+        sampling = self._sampling_rows(batch)
 
         def choose_at(places: list[tuple[int, int]]) -> list[int]:
             index = torch.tensor([spans[i][0] + row for i, row in places])
@@ -203,13 +211,10 @@ class Sampler:
         return walk_batch([rows.tree for rows in batch], choose_at)
 
     def _walk_lossy(
-        self,
-        batch: Sequence[VerifyRows],
-        spans: list[tuple[int, int]],
-        logits: torch.Tensor,
-        sampling: SamplingRows,
+        self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
     ) -> list[tuple[Verified, bool]]:
         """Walks with the second chance of lossy acceptance; returns which walks used it."""
+        sampling = self._sampling_rows(batch)
         chosen = choose(logits, sampling).tolist()
         parts = (slice(i, i + MASKED_AT_ONCE) for i in range(0, len(logits), MASKED_AT_ONCE))
         probs = torch.cat([probabilities(logits[rows], sampling.take(rows)) for rows in parts])
