@@ -55,6 +55,9 @@ class Layout:
         self.dtype: np.dtype[Any] = np.dtype(fields)
         self.block: np.dtype[Any] = np.dtype((np.void, begin * WORD))
         self.size = -(-begin // ALIGNMENT) * ALIGNMENT
+        if padding := self.size * WORD - self.dtype.itemsize:
+            self._blocks.append(("padding", np.dtype((np.void, padding))))
+        self._whole: np.dtype[Any] = np.dtype(self._blocks)
 
     def __getitem__(self, name: str) -> int:
         """The word at which a column begins."""
@@ -72,11 +75,10 @@ class Layout:
         Args:
             arrays: Number of elements of each, by name, in order.
         """
-        fields: list[Any] = list(self._blocks)
-        if padding := self.size * WORD - self.dtype.itemsize:
-            fields.append(("padding", np.dtype((np.void, padding))))
-        fields += [(name, np.int32, (length,)) for name, length in arrays.items()]
-        return np.dtype(fields)
+        if not arrays:
+            return self._whole
+        behind = [(name, np.int32, (length,)) for name, length in arrays.items()]
+        return np.dtype([*self._blocks, *behind])
 
     def pack(self, objects: Iterable[object]) -> npt.NDArray[np.void]:
         """The columns of some objects, which have them as attributes or are tuples of them: an

@@ -220,7 +220,8 @@ class Board:
         now, own = time.monotonic_ns(), self._ranks[self.rank]
         column = _BEGUN + int(own[_COLLECTIVES]) % 2
         begun = int(own[column])
-        waited = min(int(self._ranks[: self.num_local, column].max()), now) - begun
+        newest = max(self._ranks[: self.num_local, column].tolist())
+        waited = min(newest, now) - begun
         own[_WAITING] += waited
         own[_MOVING] += now - begun - waited
 

@@ -29,11 +29,11 @@ class CollectiveLog(Protocol):
 
 
 def added_in_order(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of the ranks' parts, added in float32 in their order and rounded once; the
-    parts stay as they are.
+    """Returns the sum of two or more ranks' parts, added in float32 in their order and rounded
+    once; the parts stay as they are.
     """
-    first, *others = parts
-    total = first.to(torch.float32, copy=True)
+    first, second, *others = parts
+    total = first.float() + second
     for other in others:
         total += other
     return total.to(first.dtype)
