@@ -279,6 +279,7 @@ class Engine:
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
+            self._is_checked = False
             self._inbox.get_nowait()()
 
     def _add(self, number: int, request: EngineRequest) -> None:
