@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from draft_service.drafters.paged_sequences import PagedSequence
@@ -130,7 +131,7 @@ class BeamDrafter:
     def _rows(self, group: "_Beams") -> list[SequenceRows]:
         """Returns the rows of the newest level's tokens."""
         level, topk = group.level, group.topk
-        ancestors = group.tree.ancestor_rows().cpu()
+        ancestors = group.tree.ancestor_rows().cpu().numpy()
         rows = []
         for i, request in enumerate(group.requests):
             sequence = request.sequence
@@ -138,7 +139,7 @@ class BeamDrafter:
             num_pages = -(-num_keys // self._page_size)
             scratch_start = num_pages * self._page_size
             gap = scratch_start - num_keys
-            mask = torch.zeros(topk, gap + (level + 1) * topk, dtype=torch.bool)
+            mask = np.zeros((topk, gap + (level + 1) * topk), np.bool_)
             mask[:, gap:] = ancestors[i]
             positions = [num_keys + depth for depth in range(level + 1) for _ in range(topk)]
             rows.append(
@@ -149,7 +150,7 @@ class BeamDrafter:
                     prefix_len=num_keys,
                     write_index=scratch_start + level * topk,
                     prefix_start=sequence.valid_from,
-                    tail_mask=mask,
+                    tail_mask=torch.from_numpy(mask),
                     # The keys in between are masked off; any position will do for them.
                     tail_positions=[num_keys] * gap + positions,
                     logits="all",

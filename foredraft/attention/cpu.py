@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
@@ -92,7 +93,7 @@ class CpuAttention(AttentionBackend):
         planned = {
             window: _keys_of(batch.spans, kv, window, num_rows, num_slots) for window in windows
         }
-        table = torch.tensor(pieces)
+        table = torch.from_numpy(np.array(pieces, np.int64))
         return CpuPlan(kv, planned, table, len(pieces), most_rows, num_pairs, group_size)
 
     def attend(
