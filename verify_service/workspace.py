@@ -214,7 +214,9 @@ class _Sizes:
         tree = self._limits.max_rows
         indices = 4 * _LONG + 2 * tree + (2 * TILE + tree) * _INT * (tree > 1)
         norm = room(num_rows) * self._row
-        return norm + num_rows * (self._row + angles + indices) + 2 * self._page_tables()
+        # Page tables of this forward, of one that may still run, and of the last layer's rows.
+        tables = 3 * self._page_tables()
+        return norm + num_rows * (self._row + angles + indices) + tables
 
     def _sums(self, num_rows: int) -> int:
         """The ranks' parts of a sum where they are gathered, and its norm."""
