@@ -4,6 +4,7 @@ VENV ?= .venv
 EXTRAS ?= dev
 WORKERS ?= 3
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 PROTOS := $(shell find protos -name '*.proto')
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 
@@ -14,8 +15,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	-$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --upgrade pip # that of Python 3.11 takes 20 s longer
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --editable '.[$(EXTRAS)]'
+	-$(PIP) --upgrade pip # that of Python 3.11 takes 20 s longer
+	# C sources are compiled while what Foredraft depends on is installed; a pip that cannot do so does it all at once.
+	$(PIP) --only-deps '.[$(EXTRAS)]' & $(PIP) --no-deps --editable . && wait $$! || $(PIP) --editable '.[$(EXTRAS)]'
 	touch $@
 
 serve: $(BIN)/.ready
