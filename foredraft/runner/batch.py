@@ -153,9 +153,7 @@ def build_batch(rows: Sequence[SequenceRows], kv: PagedKV) -> Batch:
         ends.append((len(tokens), len(pages)))
     # One array for all sequences, whose spans are parts of it: making one takes a microsecond.
     all_pages, begins = np.array(pages, np.int64), [(0, 0), *ends[:-1]]
-    all_positions = np.empty(len(tokens), np.int64)
-    for sequence, (begin, _), (end, _) in zip(rows, begins, ends, strict=True):
-        all_positions[begin:end] = _array(sequence.positions)
+    all_positions = np.concatenate([_array(sequence.positions) for sequence in rows])
     spans = [
         _span(sequence, row, all_positions[row:end_row], all_pages[page:end_page])
         for sequence, (row, page), (end_row, end_page) in zip(rows, begins, ends, strict=True)
@@ -198,11 +196,10 @@ def _uploaded(
     return [sent[place] for place in places]
 
 
-def _array(numbers: Sequence[int]) -> Sequence[int] | npt.NDArray[np.int64]:
-    """Returns consecutive numbers as an array, which numpy would read one by one."""
-    if isinstance(numbers, range) and len(numbers) > 1:
+def _array(numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+    if isinstance(numbers, range):  # numpy would read it number by number
         return np.arange(numbers.start, numbers.stop, numbers.step)
-    return numbers
+    return np.asarray(numbers, np.int64)
 
 
 def _logit_rows(spans: Sequence[SequenceSpan]) -> list[int] | None:
