@@ -263,14 +263,13 @@ class _Run:
             self._policy.ended_trial()
         if self._policy.stays_suspended:
             return Plan([0] * len(self._answers), 1)
-        whole, none, padded, left = [self._model.tree[2]], [0], self._model.is_padded, 1 << 30
+        whole, none, padded = [self._model.tree[2]], [0], self._model.is_padded
         candidates = [
             Candidate(
                 one.history,
                 whole if one.num_left > 1 else none,
                 [one.behind] if padded else none,
-                left,
-                one.context,
+                context=one.context,
             )
             for one in self._answers
         ]
