@@ -275,8 +275,8 @@ def rotate_and_store(
     q_weight, k_weight, eps, full_precision = norms or (cos, cos, 0.0, False)
     # Many rows fill the device by themselves; with few rows each program takes one head.
     block_h = 1 if num_rows <= 4 else 4 if num_rows <= 64 else 16
-    if VARIANTS.are_few or norms is not None:  # the order of a norm's sum follows the block
-        block_h = 4
+    if VARIANTS.are_few or norms is not None:
+        block_h = max(block_h, 4)
     if num_rows:
         triton_kernels.rotate_and_store[(num_rows, -(-all_heads // block_h))](
             heads, out, cos, sin, q_weight, k_weight, keys, values, slots,
@@ -286,7 +286,7 @@ def rotate_and_store(
             BLOCK_D=power_of_two(head_dim // 2), NORMS=norms is not None, FULL=full_precision,
             LIMIT=torch.finfo(keys.dtype).max if keys.element_size() == 1 else 0.0,
             PARTS=1 if queries is None else heads.shape[0],
-            num_warps=1 if block_h < 4 else 2 if block_h < 16 else 4,
+            num_warps=max(1, block_h // 2),  # the order of a norm's sum follows the heads of a warp
             **overlapped(heads.device),
         )  # fmt: skip
     return out[:, :num_heads]

@@ -1,11 +1,13 @@
 """The layers' Triton kernels against the layers on the CPU; on a GPU or in Triton's interpreter."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from foredraft.kernel_launch import few_variants
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.layers import fused
 from foredraft.layers.fp8_cuda import quantize_rows
@@ -264,6 +266,8 @@ def test_a_row_is_rotated_to_the_same_bits_beside_any_number(norms):
 
     queries, caches = rotated(most)
     for count, in_parts in itertools.product((1, 4, 5, 64, 65), (False, True)):
-        found, stored = rotated(count, in_parts)
-        assert torch.equal(found, queries[:count]), (count, in_parts)
-        assert torch.equal(stored, caches[:, :, :count]), (count, in_parts)
+        for variants in (nullcontext(), few_variants(cut_keys=True)):
+            with variants:
+                found, stored = rotated(count, in_parts)
+            assert torch.equal(found, queries[:count]), (count, in_parts)
+            assert torch.equal(stored, caches[:, :, :count]), (count, in_parts)
