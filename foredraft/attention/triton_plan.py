@@ -191,7 +191,7 @@ def plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     num_splits = splits_for(num_spans, max_rows, kv, num_keys, group_size)
     is_mixed = any(mask is None for mask in masks)
     if VARIANTS.are_few:
-        max_rows = rows_outside_graphs(max_rows, group_size)
+        max_rows = rows_outside_graphs(max_rows, group_size, has_mask)
         is_mixed = True
         if has_mask or not VARIANTS.cut_keys:
             num_splits = 1
@@ -212,11 +212,14 @@ def plan_of_spans(batch: Batch, kv: PagedKV, group_size: int) -> TritonPlan:
     )
 
 
-def rows_outside_graphs(max_rows: int, group_size: int) -> int:
+def rows_outside_graphs(max_rows: int, group_size: int, is_tree: bool = False) -> int:
     """Returns the number of rows per sequence that forwards of few variants are launched for.
 
-    Every smaller number shares the largest of the small tiles.
+    Rows of sequences that decode have the smallest tile, as in graphs: with the largest of the
+    small tiles, which other numbers share, attention beside a long prompt takes twice as long.
     """
+    if max_rows * group_size <= FEW_ROWS and not is_tree:
+        return max_rows
     return max(max_rows, _SMALL_TILES // group_size + 1)
 
 

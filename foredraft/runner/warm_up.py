@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from foredraft.attention.base import AttentionBackend
+from foredraft.attention.triton_plan import FEW_ROWS
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import SequenceRows
 from foredraft.trees.draft_tree import DraftTree
@@ -82,7 +83,9 @@ def forwards_to_run(
         is_cut = reach.cut_keys and not shape.num_tree_rows
         if is_cut:
             is_cut = attention.cuts_keys(1, most_rows, shape.num_keys, group_size, kv)
-        variant = most_rows * group_size > LARGER_TILES, is_cut, shape.num_tree_rows > 0
+        num_lines, is_tree = most_rows * group_size, shape.num_tree_rows > 0
+        tile = (num_lines > FEW_ROWS or is_tree) + (num_lines > LARGER_TILES)
+        variant = tile, is_cut, is_tree
         if variant not in met:
             met.add(variant)
             kept.append(shape.rows(kv.page_size))
@@ -100,7 +103,7 @@ def forwards_to_run(
 
 def _all_shapes(reach: Reach, group_size: int) -> Iterator[ForwardShape]:
     # Among forwards of one tile, those with the fewest rows have the most parts.
-    for num_rows in (1, LARGER_TILES // group_size + 1):
+    for num_rows in (1, FEW_ROWS // group_size + 1, LARGER_TILES // group_size + 1):
         if num_rows <= min(reach.num_rows, reach.num_keys):
             longer = (1 << i for i in range(reach.num_keys.bit_length()))
             for num_keys in (num_rows, *(keys for keys in longer if keys > num_rows)):

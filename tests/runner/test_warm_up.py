@@ -36,7 +36,7 @@ REACHES = {
 
 
 # What each backend has been seen to need.
-BACKENDS = {TritonAttention: 7, ExactAttention: 14}
+BACKENDS = {TritonAttention: 9, ExactAttention: 14}
 
 
 def attend(
@@ -102,7 +102,7 @@ def test_every_variant_of_attention_is_met(
             attend(attention, rows, kv, num_heads, reach.cut_keys)
             assert met <= warmed, rows
     # Each takes most of a second to compile.
-    assert len(forwards) <= 6
+    assert len(forwards) <= 8
     assert 1 <= len(warmed) <= BACKENDS[kind]
 
 
