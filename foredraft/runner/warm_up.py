@@ -1,8 +1,8 @@
 """Lists the forwards that a GPU runs at start, so that no kernel is compiled during a step.
 
 They cover forwards outside of graphs. Under `few_variants` most kernels are the same for all of
-them; kernels of attention depend on the numbers of rows and keys, exact products on whether the
-rows are many.
+them; kernels of attention depend on the numbers of rows and keys, exact products and rotation on
+whether the rows are many.
 """
 
 from collections.abc import Hashable, Iterator
@@ -89,10 +89,10 @@ def forwards_to_run(
         if variant not in met:
             met.add(variant)
             kept.append(shape.rows(kv.page_size))
-    num_rows, most_rows = attention.prompt_rows(group_size, kv), min(reach.num_rows, reach.num_keys)
-    if num_rows is not None and num_rows <= most_rows:
-        num_rows = max(num_rows, min(MANY_ROWS, most_rows))
-        kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
+    # Kernels of prompts: of attention, of exact products, of heads.
+    num_rows = max(MANY_ROWS, attention.prompt_rows(group_size, kv) or 0)
+    num_rows = min(num_rows, reach.num_rows, reach.num_keys)
+    kept.append(ForwardShape(num_rows, num_rows).rows(kv.page_size))
     halved = reach.halved_rows
     if halved is not None and halved <= reach.num_rows:
         num_prompts = -(-halved // reach.num_keys)

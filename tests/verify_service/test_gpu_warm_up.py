@@ -24,14 +24,16 @@ LENGTHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "NGRAM", "eager"])
-def test_steps_compile_nothing(algorithm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "num_kv_heads"), [("NONE", 2), ("NONE", 1), ("NGRAM", 2), ("eager", 2)]
+)
+def test_steps_compile_nothing(algorithm: str, num_kv_heads: int, tmp_path: Path) -> None:
     path = make_checkpoint(
         tmp_path,
         hidden_size=512,
         intermediate_size=1024,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=num_kv_heads,
         head_dim=64,
         vocab_size=6016,
         max_position_embeddings=16_384,
