@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -11,7 +13,7 @@ from starlette.requests import Request
 
 from foredraft.errors import InvalidRequest, Unavailable
 from gateway.errors import BodyTooLarge, SlowClient
-from gateway.validation import invalid_request, without_idle_fields
+from gateway.validation import MAX_NAME_CHARACTERS, invalid_request, without_idle_fields
 
 T = TypeVar("T")
 
@@ -22,6 +24,8 @@ MAX_OBJECTS = 65_536
 Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 BODIES_AT_A_TIME = 32  # number of largest bodies that may arrive at once
 MAX_MEMBERS = 16_384  # of one object: pydantic records every unknown name and wrong value
+# What numbers that are not finite have somewhere; texts may have it too.
+_ODD_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{309}")
 
 
 class Body(BaseModel):
@@ -148,6 +152,13 @@ async def read(request: Request, model: type[B], bounds: Bounds) -> B:
             raise Unavailable(arrival.refusal) from None
         raise SlowClient(f"the body did not arrive within {bounds.seconds:g} s") from None
     body = b"".join(chunks) or b"{}"
+    found = _validated(body, model)
+    _check_numbers(body)
+    return found
+
+
+def _validated(body: bytes, model: type[B]) -> B:
+    """Validates a body as a model; see `read` for the errors."""
     _check_members(body)
     try:
         return model.model_validate_json(body)
@@ -159,6 +170,25 @@ async def read(request: Request, model: type[B], bounds: Bounds) -> B:
         except ValidationError as error:
             wrong, body = error, asking
     raise invalid_request(wrong, body, model, model.remedies)
+
+
+def _check_numbers(body: bytes) -> None:
+    """Raises InvalidRequest for a number that JSON has not, or that no float holds, wherever it is:
+    pydantic looks at fields for numbers alone, not into schemas and other free objects.
+    """
+    if _ODD_NUMBER.search(body) and (path := _odd_number(from_json(body))) is not None:
+        raise InvalidRequest(".".join(path), "Input should be a finite number")
+
+
+def _odd_number(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
+    """Returns the path of a number that is not finite in a parsed body; None if there is none."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else path
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+    found = (_odd_number(part, (*path, str(key)[:MAX_NAME_CHARACTERS])) for key, part in parts)
+    return next((each for each in found if each is not None), None)
 
 
 def _check_members(body: bytes) -> None:

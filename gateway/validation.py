@@ -48,7 +48,7 @@ _IDLE: dict[str, Any] = {
 }
 _MAX_ERRORS = 256
 _MAX_DEPTH = 8
-_MAX_NAME_CHARACTERS = 64
+MAX_NAME_CHARACTERS = 64
 
 
 def invalid_request(
@@ -156,7 +156,7 @@ def _path(location: Sequence[int | str], kind: str, value: Any) -> list[str]:
             path.append(str(part))
             value = value[part] if isinstance(value, list) and part < len(value) else None
         elif isinstance(value, dict) and part in value:
-            path.append(part[:_MAX_NAME_CHARACTERS])
+            path.append(part[:MAX_NAME_CHARACTERS])
             value = value[part]
         elif i == len(location) - 1 and kind in _OF_NAMES:
             path.append(part)

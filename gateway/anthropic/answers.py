@@ -1,5 +1,7 @@
 """Renders messages in the shape of Anthropic's API, whole and as events."""
 
+import math
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -131,7 +133,20 @@ def _object(text: str) -> dict[str, Any]:
         found = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return _finite(found) if isinstance(found, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    """Replaces what JSON has no word for in a parsed value, in place: numbers that are too large by
+    the largest one, and NaN by None.
+    """
+    if isinstance(value, float):
+        largest = sys.float_info.max
+        return None if math.isnan(value) else min(max(value, -largest), largest)
+    if isinstance(value, dict | list):
+        for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            value[key] = _finite(part)
+    return value
 
 
 def _event(kind: str, **fields: Any) -> bytes:

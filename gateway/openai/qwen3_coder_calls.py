@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from gateway.openai.call_grammars import is_text, properties_of
 from gateway.openai.pieces import Piece
@@ -17,7 +16,7 @@ from gateway.openai.tools import Convention, Function
 _FUNCTION = re.compile(r"(?:<tool_call>)?\s*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _VALUE_END, _CALL_END, _END = "</parameter>", "</function>", "</tool_call>"
-_LITERALS = {"True": True, "False": False, "None": None}
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Qwen3CoderParser(CallParser):
@@ -71,7 +70,14 @@ class Qwen3CoderParser(CallParser):
         schema = self._properties.get(self._name, {}).get(key)
         if is_text(schema):
             return json.dumps(value, ensure_ascii=False)
-        found: Any = value
+        if value in _LITERALS:
+            return _LITERALS[value]
         with contextlib.suppress(ValueError, RecursionError):
-            found = _LITERALS[value] if value in _LITERALS else json.loads(value)
-        return json.dumps(found, ensure_ascii=False)
+            json.loads(value, parse_constant=_refuse)
+            return value.strip()
+        return json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(name: str) -> None:
+    """Takes NaN and Infinity, which JSON has not, for text."""
+    raise ValueError(name)

@@ -210,6 +210,28 @@ def test_qwen3_coders_texts_stand_as_they_are() -> None:
     assert arguments == {"a": "12", "b": "x\ny", "c": "True"}
 
 
+@pytest.mark.parametrize(
+    ("value", "argument"),
+    [
+        ("1.10", "1.10"),
+        ("0.12345678901234567890123", "0.12345678901234567890123"),
+        ("9e12", "9e12"),
+        ('\n{"a": 1,\n "a": 2}\n', '{"a": 1,\n "a": 2}'),
+        ("True", "true"),
+        ("None", "null"),
+        ("NaN", '"NaN"'),
+        ("[-Infinity]", '"[-Infinity]"'),
+        ("not JSON", '"not JSON"'),
+    ],
+)
+def test_qwen3_coders_values_stay_as_they_were_written(value: str, argument: str) -> None:
+    use = tool_use([tool(parameters={"type": "object", "properties": {}})], "auto", None)
+    assert use is not None
+    text = f"<tool_call>\n<function=f>\n<parameter=a>{value}</parameter>\n</function>\n</tool_call>"
+    found = CallDeltas(Convention.QWEN3_CODER, use.callable).delta(text, True)
+    assert found["tool_calls"][0]["function"]["arguments"] == f'{{"a": {argument}}}'
+
+
 def test_mistrals_templates_get_the_ids_that_they_take() -> None:
     call = {"id": "call_0123456789", "type": "function", "function": {"name": "f"}}
     messages = [
