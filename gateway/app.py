@@ -133,10 +133,6 @@ def _add_errors(app: FastAPI) -> None:
     for kind in (ForedraftError, ExceptionGroup):
         app.add_exception_handler(kind, on_error)
 
-    @app.exception_handler(Exception)
-    async def on_defect(request: Request, error: Exception) -> Response:
-        return error_response(error, request.url.path)
-
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
         return PlainTextResponse("the client has gone", 499)

@@ -39,9 +39,10 @@ class HeadAsGet:
 
 
 class RequestNames:
-    """ASGI middleware that counts answers and gives every request an id, in logs and answer.
+    """ASGI middleware that counts answers and gives every request an id, in logs and answer; it
+    answers for defects, so that the connection stays.
 
-    It is the client's x-request-id, or a new one.
+    The id is the client's x-request-id, or a new one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -55,11 +56,20 @@ class RequestNames:
         given = headers.get("x-request-id", "")
         name = given if 0 < len(given) <= 128 and given.isprintable() else new_request_id()
 
+        has_begun = False
+
         async def named(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 MutableHeaders(scope=message)["x-request-id"] = name
                 metrics.http_answers.labels(str(message["status"])).inc()
             await send(message)
 
         with bind_request_id(name), bind_traceparent(headers.get("traceparent", "")):
-            await self._app(scope, receive, named)
+            try:
+                await self._app(scope, receive, named)
+            except Exception as error:
+                if has_begun:
+                    raise  # the server ends the connection, and the client sees what it lacks
+                await error_response(error, scope["path"])(scope, receive, named)
