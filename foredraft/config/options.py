@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Seconds, 31 years. Systems and libraries fail at longer waits, so "inf" stands for as many.
+FOREVER = 1e9
+
 
 def option(
     default: Any,
@@ -47,7 +50,7 @@ def option(
             line.
         joined: Several of the choices may be given, with commas between them.
         filled: A flag without text is refused, as where a shell's variable was never set.
-        least, most: Bounds of a number.
+        least, most: Bounds of a number. A larger float than FOREVER counts as FOREVER.
     """
     metadata = {
         "help": help,
@@ -201,7 +204,7 @@ def given_values(
                     raise ConfigError(f"{source}: {'; '.join(told)}")
             value = ",".join(folded[part.strip().lower()] for part in parts)
         _check_bounds(value, field.metadata["least"], field.metadata["most"], source)
-        values[field.name] = value
+        values[field.name] = min(value, FOREVER) if isinstance(value, float) else value
     return values
 
 

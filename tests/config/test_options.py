@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import string
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foredraft.config.options import (
+    FOREVER,
     add_arguments,
     describe_default,
     flag_of,
@@ -55,6 +57,12 @@ def test_what_is_not_given_is_absent() -> None:
 def test_flags_are_converted() -> None:
     values = read("--name", "a b", "--size=16", "--limit", "3", "--share", "1e-2", "--shy")
     assert values == {"name": "a b", "size": 16, "limit": 3, "share": 0.01, "shy": True}
+
+
+def test_longer_waits_than_systems_take_are_as_long_as_they_take() -> None:
+    assert read("--wait", "inf", "--count", "9") == {"wait": FOREVER, "count": 9}
+    assert read("--wait", "3e7") == {"wait": 3e7}
+    assert FOREVER < threading.TIMEOUT_MAX
 
 
 def test_a_misspelt_variable_is_guessed() -> None:
@@ -114,6 +122,7 @@ def test_repeated_flags_and_listed_variables_give_tuples() -> None:
         ([], {"count": "0"}, "FOREDRAFT_COUNT must be in [1, 9], not 0"),
         (["--wait", "-0.5"], {}, "--wait must be at least 0, not -0.5"),
         (["--wait", "nan"], {}, "--wait must be at least 0, not nan"),
+        (["--wait=-inf"], {}, "--wait must be at least 0, not -inf"),
     ],
 )
 def test_a_wrong_value_names_where_it_came_from(
@@ -189,7 +198,7 @@ SAMPLES = st.fixed_dictionaries(
         "name": TEXT,
         "size": st.integers(),
         "limit": st.integers(),
-        "share": st.floats(allow_nan=False),
+        "share": st.floats(max_value=FOREVER, allow_nan=False),
         "shy": st.booleans(),
         "colour": st.sampled_from(["Red", "Blue"]),
         "peers": st.lists(TEXT, min_size=1, max_size=3).map(tuple),
