@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**64
 MAX_BAD_WORDS = 1024  # sequences of tokens
 MAX_BAD_WORD_TOKENS = 128
+LEAST_DIVISOR = 1e-6  # of logits, by a repetition penalty
 MAX_COUNT = 2**31 - 1  # largest value of the protos' fields
 MAX_SPECULATION = 1024  # maximum of steps, topk and draft tokens; beyond any server's limits
 
@@ -171,6 +172,11 @@ class SamplingParams:
         return self.is_ranked or (self.is_sampled and self.min_p > 0)
 
     @property
+    def repetition_divisor(self) -> float:
+        """The repetition penalty, but not so small that it makes logits infinite."""
+        return max(self.repetition_penalty, LEAST_DIVISOR)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether logits depend on which tokens have occurred."""
         return (
@@ -219,7 +225,12 @@ class SamplingParams:
             )
 
     def _validate_limits(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        held_back = {*self.stop_token_ids, *eos_token_ids} if self.min_new_tokens else set()
         if not self.bad_words and not self.allowed_token_ids:
+            if len(held_back) >= vocab_size > 0:
+                raise InvalidRequest(
+                    "stop_token_ids", "leaves no token that may stand before min_tokens"
+                )
             return
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidRequest("bad_words", f"has more than {MAX_BAD_WORDS} sequences of tokens")
@@ -236,8 +247,7 @@ class SamplingParams:
         # Some token can be chosen wherever the output stands, so that no step is without one.
         free = set(self.allowed_token_ids or range(vocab_size))
         free -= {word[-1] for word in self.bad_words}
-        if self.min_new_tokens:
-            free -= {*self.stop_token_ids, *eos_token_ids}
+        free -= held_back
         if not free:
             name = "allowed_token_ids" if self.allowed_token_ids else "bad_words"
             raise InvalidRequest(

@@ -122,7 +122,7 @@ class Outcomes:
             sequence = rows.sequence
             if sequence.status is not running:
                 continue
-            if is_looked_at or rows.tree.tokens or sequence.grammar is not None or outcome.is_lossy:
+            if is_looked_at or rows.tree.tokens or sequence.grammar is not None:
                 self.commit(rows, outcome, None)
             else:
                 is_counted = self._commit_token(sequence, outcome)
@@ -177,16 +177,18 @@ class Outcomes:
         if not request.is_probe:
             self._speculation.generated(num_kept)
         num_accepted = min(len(accepted), num_kept)
+        is_lossy = outcome.first_lossy is not None and outcome.first_lossy < num_kept
         if num_chunk_tokens is None:
             sequence.count_step(len(tree.tokens), num_accepted)
             if not request.is_probe:
-                figures.verified(len(tree.tokens), len(accepted), outcome.is_lossy)
+                figures.verified(len(tree.tokens), num_accepted, is_lossy)
                 figures.turned_off(sequence.speculation.is_off)
-            live.count(len(accepted), outcome.is_lossy)
+            live.count(num_accepted, is_lossy)
             self._sizes.record(rows, accepted, tokens)
         verified_tree = None
         if request.return_provenance and tree.tokens:
-            verified_tree = VerifiedTree(tree.tokens, tree.parents, accepted, figures.algorithm)
+            kept = accepted[:num_accepted]
+            verified_tree = VerifiedTree(tree.tokens, tree.parents, kept, figures.algorithm)
         drafted = [True] * num_accepted + [False] * (num_kept - num_accepted)
         logprobs = outcome.logprobs[:num_kept]
         output = StepOutput(request.tag, tokens, drafted, logprobs, verified_tree)

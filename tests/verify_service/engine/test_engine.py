@@ -5,6 +5,7 @@ is left behind.
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,12 @@ def test_a_full_queue_refuses_at_once(plain: Harness) -> None:
         ([5], {"seed": 2**64}, InvalidRequest, "seed"),
         ([5], {"logit_bias": {VOCAB_SIZE: 1.0}}, InvalidRequest, "logit_bias"),
         ([5], {"stop_token_ids": (VOCAB_SIZE,)}, InvalidRequest, "stop_token_ids"),
+        (
+            [5],
+            {"stop_token_ids": tuple(range(VOCAB_SIZE)), "min_new_tokens": 2},
+            InvalidRequest,
+            "stop_token_ids",
+        ),
         ([5], {"max_new_tokens": 0}, InvalidRequest, "max_new_tokens"),
         ([5], {"min_new_tokens": 17}, InvalidRequest, "min_new_tokens"),
         ([5], {"logprobs": 21}, InvalidRequest, "logprobs"),
@@ -418,6 +425,8 @@ def test_a_draft_with_the_targets_weights_is_always_right(target: Path) -> None:
     for result in (*results, stopped):
         assert len(result.drafted) == len(result.tokens)
         assert sum(result.drafted) == result.finish.accepted_tokens
+        histogram = enumerate(result.finish.accepted_histogram)
+        assert sum(length * count for length, count in histogram) == sum(result.drafted)
     for result in results:
         assert result.finish.accepted_tokens == result.finish.drafted_tokens > 0
 
@@ -485,6 +494,13 @@ def test_a_lossy_threshold_says_so_and_never_touches_greedy(
         sampled = SamplingParams(temperature=1.0, seed=3, max_new_tokens=200, ignore_eos=True)
         lossy = harness.run([Job(REPEATING, sampled)])[0]
         greedy = harness.run([Job(REPEATING, GREEDY)])[0]
+        plain = SpeculationParams(enabled=False)
+        exact = harness.run([Job(REPEATING, sampled, plain)])[0]
+        # Texts that end early: the first token that the rule did not choose may lie behind the end.
+        stops = [replace(sampled, stop_token_ids=(token,)) for token in set(lossy.tokens[1:9])]
+        cut = harness.run([Job(REPEATING, sampling) for sampling in stops])
+    for result in (lossy, exact, *cut):
+        assert result.finish.lossy == (result.tokens != exact.tokens[: len(result.tokens)])
     assert "LOSSY: --speculative-accept-threshold-single 0.001" in caplog.text
     assert lossy.finish.lossy
     assert not greedy.finish.lossy

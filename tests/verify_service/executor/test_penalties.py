@@ -51,6 +51,13 @@ def test_applying_does_not_commit() -> None:
     assert not state.apply_(torch.zeros(1, VOCAB), [[]], [0]).any()
 
 
+def test_the_least_repetition_penalty_leaves_logits_finite() -> None:
+    state = PenaltyState(SamplingParams(repetition_penalty=1e-320), [1, 2], 3)
+    logits = state.apply_(torch.tensor([[5.0, 2000.0, -3.0]]), [[]], [0])
+    assert bool(logits.isfinite().all())
+    assert logits.argmax() == 1
+
+
 def test_a_long_history_grows_the_state() -> None:
     state = PenaltyState(SamplingParams(repetition_penalty=2.0), range(500), 1000)
     state.commit(range(700, 800))

@@ -178,7 +178,7 @@ def _adjustment(sequence: RequestSequence) -> tuple[float, ...]:
     return (
         adjust.kinds(sampling),
         sequence.num_prompt + sampling.min_new_tokens,
-        sampling.repetition_penalty,
+        sampling.repetition_divisor,
         sampling.frequency_penalty,
         sampling.presence_penalty,
     )

@@ -116,7 +116,7 @@ class PenaltyState:
         params = self._params
         if params.repetition_penalty != 1.0:
             values = torch.where(
-                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+                values > 0, values / params.repetition_divisor, values * params.repetition_divisor
             )
         # The presence term is a select, not a product, so that it is exact for a count of 0.
         return (

@@ -69,12 +69,13 @@ class Outcome:
 
     Attributes:
         verified: Accepted rows and emitted tokens.
-        is_lossy: Whether a threshold accepted a token that the rule did not choose.
+        first_lossy: Index of the first emitted token that a threshold accepted and the rule did not
+            choose; None where there is none.
         logprobs: Log-probabilities of the emitted tokens; empty unless requested.
     """
 
     verified: Verified
-    is_lossy: bool = False
+    first_lossy: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -158,25 +159,26 @@ class Sampler:
                 self._penalise(rows, logits[first:last])
         self._constrain(batch, spans, logits)
         is_sampled = any(rows.sequence.sampling.is_sampled for rows in batch)
+        walked: list[tuple[Verified, int | None]]
         if self._simulated is not None:
             # Its cost, and the wait for it, are part of the step.
             self._chosen(batch, logits, is_sampled)
             walked = [
-                (walk(rows.tree, tokens), False) for rows, tokens in zip(batch, forced, strict=True)
+                (walk(rows.tree, tokens), None) for rows, tokens in zip(batch, forced, strict=True)
             ]
         elif self._thresholds.lossy:
             walked = self._walk_lossy(batch, spans, logits)
         elif is_sampled and self._device.type == "cpu":
-            walked = [(v, False) for v in self._walk_lazily(batch, spans, logits)]
+            walked = [(v, None) for v in self._walk_lazily(batch, spans, logits)]
         else:
             chosen = self._chosen(batch, logits, is_sampled)
             walked = [
-                (walk(rows.tree, chosen[first:last]), False)
+                (walk(rows.tree, chosen[first:last]), None)
                 for rows, (first, last) in zip(batch, spans, strict=True)
             ]
         return [
-            Outcome(verified, is_lossy, self._logprobs(rows, raw.get(i), verified))
-            for i, (rows, (verified, is_lossy)) in enumerate(zip(batch, walked, strict=True))
+            Outcome(verified, first_lossy, self._logprobs(rows, raw.get(i), verified))
+            for i, (rows, (verified, first_lossy)) in enumerate(zip(batch, walked, strict=True))
         ]
 
     def _chosen(
@@ -212,8 +214,10 @@ class Sampler:
 
     def _walk_lossy(
         self, batch: Sequence[VerifyRows], spans: list[tuple[int, int]], logits: torch.Tensor
-    ) -> list[tuple[Verified, bool]]:
-        """Walks with the second chance of lossy acceptance; returns which walks used it."""
+    ) -> list[tuple[Verified, int | None]]:
+        """Walks with the second chance of lossy acceptance; returns also which emitted token of
+        each walk was the first to use it.
+        """
         sampling = self._sampling_rows(batch)
         chosen = choose(logits, sampling).tolist()
         parts = (slice(i, i + MASKED_AT_ONCE) for i in range(0, len(logits), MASKED_AT_ONCE))
@@ -230,11 +234,9 @@ class Sampler:
             verified = walk_lossy(
                 tree, by_rule, node_probs, all_coins[first:last], limits.single, limits.acc
             )
-            is_lossy = any(
-                by_rule[row] != token
-                for row, token in zip(verified.path, verified.tokens, strict=True)
-            )
-            walked.append((verified, is_lossy))
+            pairs = zip(verified.path, verified.tokens, strict=True)
+            lossy = (i for i, (row, token) in enumerate(pairs) if by_rule[row] != token)
+            walked.append((verified, next(lossy, None)))
         return walked
 
     def _keep_raw(
