@@ -52,7 +52,7 @@ def test_nothing_is_launched_that_was_not_before(
                 assert met <= warmed, met - warmed
     # Each that the graphs have not launched takes Triton most of a second while the verifier waits
     # for the attach.
-    assert 4 <= len(warmed) <= 8
+    assert 4 <= len(warmed) <= 10
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 2049, 5000])
