@@ -227,7 +227,7 @@ class SamplingParams:
     def _validate_limits(self, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         held_back = {*self.stop_token_ids, *eos_token_ids} if self.min_new_tokens else set()
         if not self.bad_words and not self.allowed_token_ids:
-            if len(held_back) >= vocab_size > 0:
+            if len(held_back) >= vocab_size > 0:  # a draft, which knows none, asks with 0
                 raise InvalidRequest(
                     "stop_token_ids", "leaves no token that may stand before min_tokens"
                 )

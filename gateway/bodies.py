@@ -25,7 +25,7 @@ Objects = Annotated[list[T], Field(fail_fast=True, max_length=MAX_OBJECTS)]
 BODIES_AT_A_TIME = 32  # number of largest bodies that may arrive at once
 MAX_MEMBERS = 16_384  # of one object: pydantic records every unknown name and wrong value
 # What numbers that are not finite have somewhere; texts may have it too.
-_ODD_NUMBER = re.compile(rb"NaN|Infinity|[eE]\+?\d{3}|\d{309}")
+_ODD_NUMBER = re.compile(rb"NaN|Infinity|\d[eE]\+?\d{3}|\d{309}")
 
 
 class Body(BaseModel):
@@ -176,19 +176,13 @@ def _check_numbers(body: bytes) -> None:
     """Raises InvalidRequest for a number that JSON has not, or that no float holds, wherever it is:
     pydantic looks at fields for numbers alone, not into schemas and other free objects.
     """
-    if _ODD_NUMBER.search(body) and (path := _odd_number(from_json(body))) is not None:
-        raise InvalidRequest(".".join(path), "Input should be a finite number")
-
-
-def _odd_number(value: Any, path: tuple[str, ...] = ()) -> tuple[str, ...] | None:
-    """Returns the path of a number that is not finite in a parsed body; None if there is none."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else path
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict | list):
-        parts = value.items() if isinstance(value, dict) else enumerate(value)
-    found = (_odd_number(part, (*path, str(key)[:MAX_NAME_CHARACTERS])) for key, part in parts)
-    return next((each for each in found if each is not None), None)
+    if not _ODD_NUMBER.search(body):
+        return
+    for path, part in _containers(from_json(body)):
+        for name, value in _items(part):
+            if isinstance(value, float) and not math.isfinite(value):
+                where = ".".join((*path, _named(name)))
+                raise InvalidRequest(where, "Input should be a finite number")
 
 
 def _check_members(body: bytes) -> None:
@@ -196,18 +190,36 @@ def _check_members(body: bytes) -> None:
     if body.count(b":") <= MAX_MEMBERS:
         return
     try:
-        parts = [from_json(body)]
+        parsed = from_json(body)
     except ValueError:
         return  # validation says what is wrong with it
-    while parts:
-        part = parts.pop()
-        if isinstance(part, dict):
-            if len(part) > MAX_MEMBERS:
-                raise InvalidRequest(
-                    "body", f"has an object of {len(part)} members; at most {MAX_MEMBERS} are taken"
-                )
-            part = part.values()
-        parts.extend(each for each in part if isinstance(each, dict | list))
+    for _, part in _containers(parsed):
+        if isinstance(part, dict) and len(part) > MAX_MEMBERS:
+            raise InvalidRequest(
+                "body", f"has an object of {len(part)} members; at most {MAX_MEMBERS} are taken"
+            )
+
+
+def _containers(parsed: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields all objects and arrays of a parsed body, each with its path."""
+    left: list[tuple[tuple[str, ...], Any]] = [((), parsed)]
+    while left:
+        path, part = left.pop()
+        if isinstance(part, dict | list):
+            yield path, part
+            left.extend(
+                ((*path, _named(name)), each)
+                for name, each in _items(part)
+                if isinstance(each, dict | list)
+            )
+
+
+def _items(part: dict[str, Any] | list[Any]) -> Iterable[tuple[Any, Any]]:
+    return part.items() if isinstance(part, dict) else enumerate(part)
+
+
+def _named(name: str | int) -> str:
+    return str(name)[:MAX_NAME_CHARACTERS]
 
 
 def refuse(values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from foredraft.errors import ConfigError
 
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@A-Z]+")
-MOST_MB = 10**9  # as bytes they fit the 64 bits of a process's limits
+_MOST_MB = 10**9  # as bytes they fit the 64 bits of a process's limits
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -155,7 +155,7 @@ class VerifyConfig(
         least=0.001,
     )
     grammar_memory_mb: int = option(
-        512, "MiB that compiling a grammar may take.", least=1, most=MOST_MB
+        512, "MiB that compiling a grammar may take.", least=1, most=_MOST_MB
     )
     drain_timeout: float = option(
         30.0, "Seconds that running requests get to finish on SIGTERM.", least=0
@@ -335,7 +335,7 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         1024,
         "MiB that tokenizing a prompt or rendering its template may take, on top of the tokenizer.",
         least=1,
-        most=MOST_MB,
+        most=_MOST_MB,
     )
     client_timeout: float = option(
         30.0,

@@ -9,12 +9,12 @@ from foredraft.rpc.tls import Identity
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_SECONDS = 20
-MOST = 2**31 - 1  # gRPC's options have 32 bits
+INT_MAX = 2**31 - 1  # of gRPC's options
 
 
 def options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int | str]]:
     """Returns the options of channels and servers alike: message limits and keepalive."""
-    max_message_bytes = min(max_message_bytes, MOST)
+    max_message_bytes = min(max_message_bytes, INT_MAX)
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),

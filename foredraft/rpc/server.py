@@ -26,7 +26,7 @@ from foredraft.errors import ConfigError
 from foredraft.rpc import address
 from foredraft.rpc.address import Address
 from foredraft.rpc.calls import CallInterceptor
-from foredraft.rpc.channel import MAX_MESSAGE_BYTES, MOST, options
+from foredraft.rpc.channel import INT_MAX, MAX_MESSAGE_BYTES, options
 from foredraft.rpc.lifetime import stop_event
 from foredraft.rpc.listening import bind
 from foredraft.rpc.tls import Identity
@@ -69,7 +69,7 @@ class Strangers:
         return [
             ("grpc.max_allowed_incoming_connections", self.connections),
             ("grpc.max_concurrent_streams", self.streams),
-            ("grpc.server_handshake_timeout_ms", min(round(self.seconds * 1000), MOST)),
+            ("grpc.server_handshake_timeout_ms", min(round(self.seconds * 1000), INT_MAX)),
             ("grpc.max_connection_idle_ms", _IDLE_SECONDS * 1000),
         ]
 
