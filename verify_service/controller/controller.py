@@ -75,8 +75,9 @@ class Controller:
         self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)
         changes = self._changes = Changes(costs, config)
         self._goodput = Goodput(costs, kinds, acceptance, asking.each, changes, config, bins)
-        # Also the number of plain steps that `observe` has not counted.
-        self._is_forced, self._was_drafted, self._num_passed = False, False, 0
+        # Also whether the newest step that `observe` counted had no trial beside it, and the number
+        # of plain steps since that it has not counted.
+        self._is_forced, self._was_drafted, self._is_clean, self._num_passed = False, False, True, 0
         # Seconds of steps with drafts since the last one without; since the newest plan; and of
         # the steps that `observe` has not counted.
         self._since_plain = self._unplanned = self._passed = 0.0
@@ -151,7 +152,7 @@ class Controller:
             return Plan([0] * batch, 1)
         asked = self._asking.pays(candidates, limits, self.is_drafting)
         best, beside = self._decide(costs, limits, asked, may_try)
-        if may_try:
+        if may_try and self._is_clean:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
         if best is not None and self._pays:
@@ -237,7 +238,8 @@ class Controller:
                 is_open = self._pays or bank.affords(bank.step / 2)  # what a trial may lose
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 self._pays = best is not None and best.rate > least
-                if are_beside and is_open and not self._pays and may_try:
+                # Between trials a step without one is timed, which shows what they cost.
+                if are_beside and is_open and self._is_clean and not self._pays and may_try:
                     beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
             pays = self._pays and number in used and not kind.is_asked_first
@@ -357,8 +359,8 @@ class Controller:
         is_changed = costs.table.is_padded and is_drafted != self._was_drafted
         waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
         cost = costs.target(batch, step.rows) + waited
-        self._was_drafted, plain = is_drafted, costs.plain(batch)
-        self._unplanned += cost
+        self._was_drafted, self._is_clean = is_drafted, not any(self.has_trial)
+        self._unplanned, plain = self._unplanned + cost, costs.plain(batch)
         passed, self._passed, self._num_passed = self._passed, 0.0, 0
         costs.pass_time(cost + passed)
         worth = step.tokens * plain / batch

@@ -31,7 +31,8 @@ class CostModel:
     ) -> None:
         self.table, self.context = table, 0
         self._config, self._per_token = config, per_token
-        self._level = 0.0  # log of the recent slowdown of all kinds of steps against the table
+        # Log of the recent slowdown of all steps against the table, and of the newest ones.
+        self._level, self._newest = 0.0, deque([0.0], maxlen=config.near_steps)
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
@@ -108,8 +109,7 @@ class CostModel:
             is_clean: Whether nothing else was done meanwhile.
         """
         config, kind = self._config, self._kind_of(batch, rows)
-        if kind != self._kind:
-            self._kind, self._is_changed = kind, True
+        self._kind, self._is_changed = kind, self._is_changed or kind != self._kind
         if not is_clean:
             return
         off = math.log(max(seconds / self._bare(batch, rows), 1e-3))
@@ -124,8 +124,8 @@ class CostModel:
             own = off
         self._is_changed = False
         self._offs[kind] = own + (off - own) * config.newest_share
-        surprise = max(min(off - self._more * kind - self._level, 0.5), -0.5)
-        self._level += surprise * config.newest_share
+        self._newest.append(off - self._more * kind)
+        self._level += max(min(self._newest[-1] - self._level, 0.5), -0.5) * config.newest_share
 
     def reading(self, tokens: float) -> float:
         """Returns the seconds that a draft takes to read tokens that it lacks."""
@@ -158,16 +158,21 @@ class CostModel:
         self.waited(draft, batch, levels, seconds - target, is_ahead=True)
 
     def beyond(self, batch: int, rows: int, seconds: float) -> float:
-        """Returns the seconds of a real step beyond those that such steps take now.
+        """Returns the seconds of a real step beyond those that such steps take now, whatever a
+        hiccup took.
 
         They are on the table's scale, and at most a plain step's seconds.
         """
-        most = self.plain(batch)
-        return max(min(seconds / math.exp(self._level) - self.target(batch, rows), most), -most)
+        now, most = math.exp(statistics.median(self._newest)), self.plain(batch)
+        return max(min(seconds / now - self.target(batch, rows), most), -most)
 
     def pass_time(self, seconds: float) -> None:
-        """Lets waits age by `seconds`, so that sizes that seemed slow are tried again."""
-        self._aged += seconds / self._config.forget_seconds
+        """Lets waits age by `seconds`, so that sizes that seemed slow are tried again.
+
+        On a GPU they age slowly, since captured steps take what they took before.
+        """
+        slow = self._config.prior_outcomes if self.table.is_padded else 1.0
+        self._aged += seconds / self._config.forget_seconds / slow
         while self._aged >= 1:
             self._aged -= 1
             self._forget_oldest()
