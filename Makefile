@@ -11,7 +11,7 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I protos
 # The many processes of the tests import what one of them has compiled, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test test-fast test-gpu test-kernels test-failed check collected lint style types arrows fresh format protos docs site dist clean
+.PHONY: serve test test-fast test-thorough test-gpu test-kernels test-failed check collected lint style types arrows fresh format protos docs site dist clean
 
 $(BIN)/.ready: pyproject.toml $(wildcard draft_service/ngram/_ngram*.[ch] foredraft/cpu/_*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ test: $(BIN)/.ready
 FAST := config docs parallel protos rpc sampling telemetry text trees verify_service/scheduler test_structure.py test_kernel_loops.py test_kernel_calls.py
 test-fast: $(BIN)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(addprefix tests/,$(FAST))
+
+# As `test`, with all repetitions: some twice as long. A workflow runs it every night.
+test-thorough: $(BIN)/.ready
+	FOREDRAFT_TEST_THOROUGH=1 $(MAKE) test
 
 # What needs an NVIDIA GPU, one after the other.
 test-gpu: $(BIN)/.ready

@@ -28,6 +28,7 @@ from testing.draft_cases import SAMPLINGS, limits_of
 from testing.draft_heads import VOCAB
 from testing.drafts import attach_request
 from testing.plan_attention import PlanAttention
+from testing.rounds import rounds
 
 PAGE, MAX_BATCH, LENGTH = 4, 8, 3
 CHAIN = (LENGTH, 1, LENGTH + 1)
@@ -125,7 +126,7 @@ def test_hits_and_misses(
         assert trees == expected.take(Turn(begun, [], False), False)
         ranking.take(Turn(begun, [], False), False)
         num_hits = num_prepared = 0
-        for step in range(30):
+        for step in range(rounds(20, 30)):
             news, is_hit = [], True
             for slot, (chain, _) in trees.items():
                 # A target that verified less than the chain may take its next token as the last.

@@ -14,6 +14,7 @@ from draft_service.ngram.trie import NgramDrafter, NgramRules
 from foredraft.trees.draft_tree import EMPTY, DraftTree, paths
 from testing.ngram_reference import ReferenceTrie, propose
 from testing.ngram_trie import NgramTrie
+from testing.rounds import rounds
 
 
 def path_set(tree: DraftTree) -> set[tuple[int, ...]]:
@@ -63,7 +64,7 @@ rules_strategy = st.builds(
 )
 
 
-@settings(max_examples=250)
+@settings(max_examples=rounds(100, 250))
 @given(
     rules=rules_strategy,
     capacity=st.integers(2, 25) | st.just(10_000),

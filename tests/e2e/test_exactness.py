@@ -14,8 +14,9 @@ from foredraft.types import SamplingParams
 from testing.checkpoints import ARCHITECTURES, EOS, VOCAB_SIZE, make_checkpoint
 from testing.engines import Harness, Job, Result, running_engine
 from testing.reference import Reference
+from testing.rounds import rounds
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = rounds(80, 200)
 NUM_TOKENS = 16
 ENDS = frozenset({EOS})
 
@@ -122,7 +123,7 @@ def test_greedy_output_is_transformers(case: Case, algorithm: str) -> None:
         ended = result.tokens[-1] == EOS and not job.sampling.ignore_eos
         assert ended or len(result.tokens) == job.sampling.max_new_tokens
         assert job.sampling.ignore_eos or EOS not in result.tokens[:-1]
-    for job, result in list(zip(jobs, results, strict=True))[:160:40]:
+    for job, result in list(zip(jobs, results, strict=True))[: NUM_PROMPTS - 40 : 10]:
         expected = case.reference.generate(job.prompt, job.sampling.max_new_tokens)
         assert result.tokens == expected or ties
     num_preempted = sum(result.finish.preemptions for result in results)

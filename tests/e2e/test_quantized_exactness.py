@@ -12,10 +12,11 @@ from foredraft.types import SamplingParams
 from testing.engines import Job, running_engine
 from testing.quantized_checkpoints import FORMATS, tiny_llama, write
 from testing.reference import Reference
+from testing.rounds import rounds
 from testing.tools import ROOT
 from testing.triton_device import needs_gpu
 
-NUM_PROMPTS, NUM_TOKENS, VOCAB_SIZE = 24, 24, 97
+NUM_PROMPTS, NUM_TOKENS, VOCAB_SIZE = rounds(12, 24), 24, 97
 SHAPE = {"max_running_requests": 6, "chunked_prefill_size": 24, "draft_step_timeout": 20.0}
 
 
@@ -95,7 +96,7 @@ def test_text_of_the_bundled_model_is_the_same_with_any_draft(kind):
     ids = tokenizer.encode((ROOT / "docs" / "operations.md").read_text()).ids
     jobs = [
         Job(ids[begin : begin + 40], SamplingParams(temperature=0.0, max_new_tokens=48))
-        for begin in range(0, 24 * 60, 60)
+        for begin in range(0, NUM_PROMPTS * 60, 60)
     ]
     texts = {}
     for algorithm in ("NONE", "NGRAM", "EAGLE3"):

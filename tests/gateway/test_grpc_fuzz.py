@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foredraft.api.inference.v1 import inference_pb2, inference_pb2_grpc
 from foredraft.cli.stack import LocalStack
+from testing.rounds import rounds
 from testing.stack import eventually, is_idle
 
 FINE = {
@@ -66,7 +67,7 @@ def stub(stack: LocalStack) -> Any:
 
 
 @settings(
-    max_examples=150,
+    max_examples=rounds(60, 150),
     deadline=None,
     database=None,
     derandomize=True,

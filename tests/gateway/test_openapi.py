@@ -16,6 +16,7 @@ import schemathesis
 from schemathesis.pytest.lazy import get_all_tests
 
 from foredraft.cli.stack import LocalStack
+from testing.rounds import rounds
 from testing.stack import eventually, is_idle
 
 PATH = Path(__file__).parents[2] / "docs" / "openapi.json"
@@ -113,7 +114,7 @@ def fuzzed(method: str, path: str) -> Callable[[LocalStack, requests.Session], N
     worker would make those of all operations.
     """
     settings = hypothesis.settings(
-        max_examples=25,
+        max_examples=rounds(10, 25),
         deadline=None,
         database=None,
         derandomize=True,

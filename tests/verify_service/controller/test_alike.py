@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from testing.policy_simulation import FixedNodes, Load, simulate
+from testing.rounds import rounds
 from testing.step_model import StepModel
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
@@ -27,7 +28,7 @@ LARGE = StepModel(
 SECONDS = 5.0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rounds([0], [0, 1, 2]))
 @pytest.mark.parametrize("acceptance", [0.2, 0.6, 0.8])
 @pytest.mark.parametrize("arrivals", [0, 2])
 def test_one_unlucky_step_of_a_large_batch_ends_nothing(

@@ -9,13 +9,15 @@ import pytest
 
 from testing.controllers import CPU_CHAIN, GPU_CHAIN, GPU_TREE, run
 from testing.policy_simulation import Load
+from testing.rounds import rounds
 from testing.step_model import StepModel
 
 
 @pytest.mark.parametrize("model", [GPU_CHAIN, GPU_TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("batch", [1, 32, 64])
 def test_acceptance_that_changes_is_followed(model: StepModel, batch: int) -> None:
-    phases = [0.9, 0.1, 0.5, 0.7, 0.1, 0.7, 0.3, 0.5, 0.2, 0.9, 0.3, 0.7]
+    phases = [0.9, 0.1, 0.5, 0.7, 0.1, 0.7, 0.3]
+    phases += rounds([], [0.5, 0.2, 0.9, 0.3, 0.7])
     loads = [Load(4.0 * i, batch, (value, value)) for i, value in enumerate(phases)]
     # Two seconds of one sequence are a matter of luck.
     traces = [run(model, loads, 4.0 * len(phases), seed) for seed in range(1 if batch > 1 else 3)]

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testing.oracle_draft import Run
+from testing.rounds import rounds
 from verify_service.metrics import OVERLAPPED_STEPS
 
 
 @pytest.mark.parametrize("has_draft", [False, True])
-@settings(max_examples=500)
+@settings(max_examples=rounds(150, 500))
 @given(seed=st.integers(0, 2**32))
 def test_random_schedules_give_what_plain_decoding_gives(has_draft: bool, seed: int) -> None:
     run = Run(seed, has_draft)

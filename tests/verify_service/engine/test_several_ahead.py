@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testing.oracle_draft import NODES, PAGE, VOCAB, OracleDraft, Run
+from testing.rounds import rounds
 from verify_service.controller.controller import Controller
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import Candidate, DraftKind
@@ -74,7 +75,7 @@ class SeveralRun(Run):
         controller._goodput.of_drafts = values  # type: ignore[method-assign]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(60, 150), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_schedules_give_what_plain_decoding_gives(seed: int) -> None:
     run = SeveralRun(seed)

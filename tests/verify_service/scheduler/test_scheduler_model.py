@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from foredraft.types import FinishReason
+from testing.rounds import rounds
 from testing.scheduled_engine import Engine, Request
 from verify_service.scheduler.page_pool import PagePool
 
@@ -89,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=rounds(100, 300),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
