@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from foredraft import __version__
 from foredraft.errors import ConfigError
@@ -31,11 +32,12 @@ def setup(service: str, endpoint: str) -> None:
     off.
 
     Raises:
-        ConfigError: The extra `otel` is not installed.
+        ConfigError: The endpoint is no URL, or the extra `otel` is not installed.
     """
     global _tracer, _provider
     if not endpoint:
         return
+    _check(endpoint)
     try:
         resources = importlib.import_module("opentelemetry.sdk.resources")
         sdk = importlib.import_module("opentelemetry.sdk.trace")
@@ -52,6 +54,21 @@ def setup(service: str, endpoint: str) -> None:
     exporter = otlp.OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
     _provider.add_span_processor(export.BatchSpanProcessor(exporter))
     _tracer = _provider.get_tracer("foredraft", __version__)
+
+
+def _check(endpoint: str) -> None:
+    """Raises ConfigError for an endpoint at which no collector can be."""
+    try:
+        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        is_good = url.scheme in ("http", "https") and bool(url.hostname)
+        is_good = is_good and (url.port is not None or url.scheme == "https")
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(
+            f"--otlp-traces-endpoint {endpoint[:200]}: give an http or https URL with a port, such"
+            " as http://localhost:4317"
+        )
 
 
 def shut_down() -> None:

@@ -79,6 +79,8 @@ class Conversation:
             if getattr(block, name) is None:
                 raise InvalidRequest(f"{where}.{name}", "Field required")
         assert block.id is not None
+        if block.id in self._calls:
+            raise InvalidRequest(f"{where}.id", f"{block.id[:80]!r} is another tool_use's")
         self._calls.add(block.id)
         self._open.add(block.id)
         function = {"name": block.name, "arguments": block.input}
@@ -94,7 +96,9 @@ class Conversation:
             raise InvalidRequest(
                 f"{where}.tool_use_id", f"no tool_use before it has the id {name[:80]!r}"
             )
-        self._open.discard(name)
+        if name not in self._open:
+            raise InvalidRequest(f"{where}.tool_use_id", f"{name[:80]!r} has a result already")
+        self._open.remove(name)
         content = _texts(block.content or "", f"{where}.content")
         if block.is_error:
             content = f"Error: {content}"

@@ -245,6 +245,7 @@ def user(*blocks: Any) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "x"}
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]}]
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,14 @@ USED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": [USE]
         (user(USE), "messages.0.content.0.type: only text and tool_result"),
         (user({"type": "tool_result", "tool_use_id": "t"}), "messages.0.content.0.tool_use_id: no"),
         ({"messages": USED}, "messages: the last tool_use needs a tool_result"),
+        (
+            {"messages": [*USED, {"role": "user", "content": [RESULT, RESULT]}]},
+            "messages.2.content.1.tool_use_id: 't' has a result already",
+        ),
+        (
+            {"messages": [USED[0], {"role": "assistant", "content": [USE, USE]}]},
+            "messages.1.content.1.id: 't' is another tool_use's",
+        ),
         (
             {"messages": [*USED, {"role": "assistant", "content": "x"}]},
             "messages.2: the tool_use before it needs a tool_result first",

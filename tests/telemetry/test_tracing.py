@@ -95,6 +95,15 @@ def test_without_the_extra_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) 
         tracing.setup("test", "http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["garbage", "http://", "http://host", "ftp://host:4317", "host:99999", "http://[::1"],
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .*: give an http or https URL"):
+        tracing.setup("test", endpoint)
+
+
 def test_a_span_joins_its_parent(collector: Collector) -> None:
     tracing.setup("test", collector.url)
     try:

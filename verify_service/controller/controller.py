@@ -340,9 +340,10 @@ class Controller:
             is_due = self._num_passed >= most or any(self.has_trial)
             if is_due or self._was_drafted or (lead and self._changes.follows):
                 return False
-            self._num_passed += 1
-            self._passed += seconds  # the next step that is observed counts them too
+            # The next step that is observed counts them too.
+            self._num_passed, self._passed = self._num_passed + 1, self._passed + seconds
         else:
+            self._is_clean = True  # of prompts and trials nobody can tell what they cost
             self._changes.passed(seconds)
             self._bank.plain(seconds)
         self._unplanned += seconds

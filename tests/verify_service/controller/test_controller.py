@@ -160,6 +160,19 @@ def test_prompts_are_counted_by_all_time_that_has_passed(table: Table) -> None:
     assert 2.0 < policy._changes.interrupted < 5.0  # in a second
 
 
+def test_trials_go_on_where_prompts_keep_steps_from_being_timed() -> None:
+    policy, history = Controller(CostModel(TABLES[1]), [DraftKind(5, 5)]), DraftHistory()
+    policy.plan([Candidate(history, [5])])
+    policy.is_drafting, policy.has_trial[0] = [False], True
+    assert not policy.passes(0.01)
+    policy.observe(Observed(1, 1, 0.01, 1))
+    policy.ended_trial()
+    assert not policy._is_clean
+    policy.keeps_states = False
+    assert policy.passes(0.01)
+    assert policy._is_clean
+
+
 @pytest.mark.parametrize("first", [1.0, 1.1])
 def test_trials_beside_steps_cost_little_whatever_the_first_steps_took(first: float) -> None:
     """As on an H200 whose first plain steps took longer: later ones with trials beside them seemed
