@@ -31,7 +31,7 @@ FAST := config docs parallel protos rpc sampling telemetry text trees verify_ser
 test-fast: $(BIN)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(addprefix tests/,$(FAST))
 
-# As `test`, with all repetitions of `testing/rounds.py`. A workflow runs it every night.
+# As `test`, with more repetitions (`testing/rounds.py`). A workflow runs it every night.
 test-thorough: $(BIN)/.ready
 	FOREDRAFT_TEST_THOROUGH=1 $(MAKE) test
 

@@ -1,4 +1,4 @@
-"""How often tests repeat themselves: less in every run than in `make test-thorough`."""
+"""Numbers of repetitions of tests: small for every run, and larger for `make test-thorough`."""
 
 import os
 from typing import TypeVar

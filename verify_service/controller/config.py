@@ -17,7 +17,7 @@ class ControllerConfig:
         prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. As many outcomes
             of a step count where a change is looked for, and as many steps make the beginning of a
             text, which shows little. While drafts rest on a GPU, one plain step of as many is
-            learnt from; and what drafts took is forgotten as many times slower there.
+            learnt from. Waits for drafts on a GPU are forgotten as many times more slowly.
         pool_memory: Number of outcomes behind an estimate for all sequences, and of steps between
             changes: noise of 4 % against change in a second.
         own_memory: Number of outcomes behind an estimate for one sequence: texts change within some

@@ -238,7 +238,7 @@ class Controller:
                 is_open = self._pays or bank.affords(bank.step / 2)  # what a trial may lose
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 self._pays = best is not None and best.rate > least
-                # Between trials a step without one is timed, which shows what they cost.
+                # A step without a trial is timed between two trials, as a measure of their cost.
                 if are_beside and is_open and self._is_clean and not self._pays and may_try:
                     beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
@@ -343,7 +343,7 @@ class Controller:
             # The next step that is observed counts them too.
             self._num_passed, self._passed = self._num_passed + 1, self._passed + seconds
         else:
-            self._is_clean = True  # of prompts and trials nobody can tell what they cost
+            self._is_clean = True  # frequent prompts hide what trials cost
             self._changes.passed(seconds)
             self._bank.plain(seconds)
         self._unplanned += seconds

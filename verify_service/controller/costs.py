@@ -31,7 +31,8 @@ class CostModel:
     ) -> None:
         self.table, self.context = table, 0
         self._config, self._per_token = config, per_token
-        # Log of the recent slowdown of all steps against the table, and of the newest ones.
+        # Log slowdown against the table: running mean of all steps, and the newest steps' own. The
+        # mean follows a slower machine soon, the median of the newest ignores hiccups.
         self._level, self._newest = 0.0, deque([0.0], maxlen=config.near_steps)
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
@@ -158,8 +159,7 @@ class CostModel:
         self.waited(draft, batch, levels, seconds - target, is_ahead=True)
 
     def beyond(self, batch: int, rows: int, seconds: float) -> float:
-        """Returns the seconds of a real step beyond those that such steps take now, whatever a
-        hiccup took.
+        """Returns the seconds of a real step beyond the median of the newest steps.
 
         They are on the table's scale, and at most a plain step's seconds.
         """
@@ -169,7 +169,7 @@ class CostModel:
     def pass_time(self, seconds: float) -> None:
         """Lets waits age by `seconds`, so that sizes that seemed slow are tried again.
 
-        On a GPU they age slowly, since captured steps take what they took before.
+        Waits on a GPU age slowly, since a captured step always takes about as long.
         """
         slow = self._config.prior_outcomes if self.table.is_padded else 1.0
         self._aged += seconds / self._config.forget_seconds / slow

@@ -12,6 +12,7 @@ from verify_service.controller.costs import CostModel
 from verify_service.controller.tables import GridTable, RowTable, rising
 
 ROWS = RowTable([1, 2, 4, 8, 16], [10e-3, 11e-3, 13e-3, 17e-3, 25e-3])
+FAST_ROWS = RowTable([1, 2, 4, 8, 16], [4.02e-3, 4.04e-3, 4.08e-3, 4.16e-3, 4.32e-3])
 GRID = GridTable({(b, r): 4e-3 + 2e-5 * b * r for b in (1, 2, 4) for r in (1, 2, 4, 8)})
 
 
@@ -157,7 +158,7 @@ def test_a_captured_draft_takes_no_longer_for_larger_trees_until_seen() -> None:
 
 @pytest.mark.parametrize(
     ("table", "is_ahead", "seconds"),
-    [(ROWS, False, 40.0), (GRID, False, 160.0), (GRID, True, 160.0)],
+    [(FAST_ROWS, False, 40.0), (GRID, False, 160.0), (GRID, True, 160.0)],
     ids=["cpu", "gpu_host", "gpu_device"],
 )
 def test_a_size_that_seemed_to_take_too_long_is_tried_again(
@@ -169,7 +170,7 @@ def test_a_size_that_seemed_to_take_too_long_is_tried_again(
         costs.waited(0, 4, 3, 9e-3, is_ahead)
     assert costs.draft(0, 4, 3, is_ahead) == pytest.approx(9e-3, rel=0.06)
     costs.pass_time(seconds)
-    assert costs.draft(0, 4, 3, is_ahead) < 4e-3
+    assert costs.draft(0, 4, 3, is_ahead) < 2.5e-3
 
 
 def test_a_gpu_keeps_what_a_short_trial_has_shown_of_a_draft() -> None:
@@ -186,7 +187,7 @@ def test_a_gpu_keeps_what_a_short_trial_has_shown_of_a_draft() -> None:
 
 def test_a_hiccup_does_not_hide_what_trials_beside_steps_cost() -> None:
     """As on an H200: after one step of 9 ms instead of 5.5, steps with trials beside them seemed to
-    take no longer than others, so that each step had one, at a tenth of the speed.
+    take no longer than others, so that every second step had one and a tenth of the speed was lost.
     """
     costs = CostModel(GRID)
     plain = GRID.seconds(4, 1)
