@@ -8,6 +8,7 @@ from foredraft.attention.base import AttentionBackend
 from foredraft.attention.cpu import CpuAttention
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.hopper_prompts import HopperAttention, has_kernel
+from foredraft.attention.hopper_segments import HopperSegments
 from foredraft.attention.paged_triton import TritonAttention
 from foredraft.errors import ConfigError
 
@@ -32,8 +33,9 @@ def exact_attention_for(device: torch.device) -> AttentionBackend:
 
     The CPU has only one backend, which serves both purposes.
     """
-    attention = ExactAttention() if device.type == "cuda" else CpuAttention()
-    return HopperAttention(attention) if has_kernel(device) else attention
+    if has_kernel(device):
+        return HopperAttention(ExactAttention(HopperSegments()))
+    return ExactAttention() if device.type == "cuda" else CpuAttention()
 
 
 def device_for(asked: str) -> torch.device:

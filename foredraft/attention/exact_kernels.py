@@ -192,7 +192,8 @@ def attend(
         row_leaves, leaf_ends, leaf_slots: What `find_paths` has written.
         LEAF_ROWS: Number of rows among which rows share a leaf.
         SPLIT: Whether the segments of a sequence of more than `limit` keys are distributed to
-            several programs; `fold` merges them.
+            several programs; `fold` merges them. Without SPLIT such a sequence is left out if there
+            is a limit.
         TOGETHER: Whether there may be sequences of fewer keys.
         SHARED: Whether this launch computes no more than the keys that sequences share. Then a
             "sequence" is a group of sequences whose page tables begin alike: its rows stand in
@@ -217,6 +218,8 @@ def attend(
         if together & (tl.program_id(2) > 0):
             return
     idle = block * BLOCK_M >= num_rows * GROUP
+    if not SPLIT:
+        idle = idle | ((limit > 0) & (prefix_len + num_rows > limit))
     folded = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = folded // GROUP
     is_row = row < num_rows

@@ -5,6 +5,7 @@ rows all segments of a block of rows. Neither this choice nor the size of a bloc
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -43,7 +44,7 @@ _OWN = 64  # columns for keys of the paths of a tree
 # Rows up to which what reads the result may start before `attend` has ended: products of 4 bits fetch
 # weights meanwhile.
 _EARLY_ROWS = 4
-_TREE_LINES = 32  # size of a block where one program computes a tree's paths too
+TREE_LINES = 32  # size of a block where one program computes a tree's paths too
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,62 @@ class _Layout:
     shared_splits: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PartialSums:
+    """Holds what segments leave for `fold`, for each line: a row under one query head.
+
+    Attributes:
+        acc: float32 [lines * num_slots, head_dim], sums of values.
+        best, total: float32 [lines * num_slots], largest score and sum of weights.
+        num_slots: Number of segments that there is room for.
+    """
+
+    acc: torch.Tensor
+    best: torch.Tensor
+    total: torch.Tensor
+    num_slots: int
+
+
+class SegmentKernel(ABC):
+    """Computes the sums of segments in place of `exact_kernels.attend`, with the same bits."""
+
+    @abstractmethod
+    def plan(self, plan: TritonPlan, group_size: int, limit: int) -> Any:
+        """Prepares a step whose segments are distributed to programs; None if it is not for this
+        kernel.
+
+        Args:
+            limit: Number of keys up to which a sequence is left to `exact_kernels.attend`.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        listed: Any,
+        plan: TritonPlan,
+        queries: torch.Tensor,
+        layer: int,
+        scale: float,
+        sums: PartialSums,
+    ) -> None:
+        """Computes the sums of all segments; of trees with branches the whole tiles before the tree.
+
+        Args:
+            listed: What `plan` has returned.
+            scale: Factor of the scores, with log2(e).
+            sums: Written.
+        """
+
+
 class ExactAttention(AttentionBackend):
-    """Computes attention for a target whose texts must not depend on what else is computed."""
+    """Computes attention for a target whose texts must not depend on what else is computed.
+
+    Args:
+        segments: Computes segments where it can; None for nothing but Triton.
+    """
+
+    def __init__(self, segments: SegmentKernel | None = None) -> None:
+        self._segments = segments
 
     def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
         """See AttentionBackend."""
@@ -112,7 +167,16 @@ class ExactAttention(AttentionBackend):
             plan = cast(TritonPlan, batch.plan)
         if plan.tail_mask is not None:
             plan.paths = _find_paths(plan, group_size, batch.num_rows)
+        plan.segments = self._plan_segments(plan, group_size, batch.num_rows)
         return plan
+
+    def _plan_segments(self, plan: TritonPlan, group_size: int, num_tokens: int) -> Any:
+        if self._segments is None or plan.shared is not None or VARIANTS.are_few:
+            return None
+        layout = _layout(plan, None, group_size, num_tokens, plan.kv.data.dtype)
+        if layout.num_splits == 1:
+            return None
+        return self._segments.plan(plan, group_size, layout.limit)
 
     def attend(
         self,
@@ -133,6 +197,7 @@ class ExactAttention(AttentionBackend):
         group = num_heads // kv_heads
         shared = plan.shared if window is None else None
         layout = _layout(plan, shared, group, num_tokens, queries.dtype)
+        segments = plan.segments if window is None and queries.dtype == kv.data.dtype else None
         num_parts = num_tokens * num_heads * layout.num_slots
         parts = out.new_empty((num_parts, head_dim), dtype=torch.float32)
         best, total = (out.new_empty(num_parts, dtype=torch.float32) for _ in range(2))
@@ -169,14 +234,20 @@ class ExactAttention(AttentionBackend):
                 layout.shared_splits, **others, BLOCK_M=block_m, SPLIT=True, TOGETHER=False, LISTED=False, SHARED=True,
                 AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
             )  # fmt: skip
-        blocks = plan.first_row if plan.blocks is None else plan.blocks
-        exact_kernels.attend[(layout.programs, kv_heads, layout.num_splits)](
-            *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
-            plan.first_row, plan.page_tables.stride(0), layout.num_splits, **options, **for_tiles,
-            BLOCK_M=layout.block_m, SPLIT=is_split, TOGETHER=not is_split or layout.limit > 0,
-            LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
-            **_tiles(layout.block_m, head_dim, queries.dtype, room),
-        )  # fmt: skip
+        if segments is not None:
+            assert self._segments is not None
+            sums = PartialSums(parts, best, total, layout.num_slots)
+            self._segments.attend(segments, plan, queries, layer, scales[0], sums)
+        if segments is None or layout.limit:
+            splits = layout.num_splits if segments is None else 1
+            blocks = plan.first_row if plan.blocks is None else plan.blocks
+            exact_kernels.attend[(layout.programs, kv_heads, splits)](
+                *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
+                plan.first_row, plan.page_tables.stride(0), splits, **options, **for_tiles,
+                BLOCK_M=layout.block_m, SPLIT=splits > 1, TOGETHER=splits == 1 or layout.limit > 0,
+                LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
+                **_tiles(layout.block_m, head_dim, queries.dtype, room),
+            )  # fmt: skip
         if not is_split:
             return
         heads = group if is_branched else 1
@@ -222,7 +293,7 @@ def _layout(
     row_blocks = -(-plan.max_rows * group // block_m)
     programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
     if is_branched and plan.blocks is None:
-        small = min(block_m, _TREE_LINES)
+        small = min(block_m, TREE_LINES)
         small_blocks = -(-plan.max_rows * group // small)
         in_all = len(plan.num_rows) * small_blocks
         if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv.data.device):
@@ -279,7 +350,7 @@ def _leaf_rows(group: int) -> int:
     """Returns the number of rows among which rows of a tree share a leaf: those of a block, if
     blocks are of whole rows.
     """
-    return 1 << (max(1, _TREE_LINES // group).bit_length() - 1)
+    return 1 << (max(1, TREE_LINES // group).bit_length() - 1)
 
 
 def _find_paths(plan: TritonPlan, group: int, num_tokens: int) -> TreePaths:

@@ -1,6 +1,7 @@
 """How a batch is described to the Triton kernels of attention: `TritonPlan`, and one made from spans."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,7 @@ class TritonPlan:
         paths: Keys of the paths of trees; for `exact_triton` only.
         shared: Leading keys that are read once for several sequences; for `exact_triton` only.
             Not with `blocks`.
+        segments: What a kernel of segments has prepared; for `exact_triton` only.
     """
 
     kv: PagedKV
@@ -111,6 +113,7 @@ class TritonPlan:
     level: int = 0
     paths: TreePaths | None = None
     shared: SharedKeys | None = None
+    segments: Any = None
 
 
 def splits_for(batch: int, max_rows: int, kv: PagedKV, max_tokens: int, group_size: int = 4) -> int:
