@@ -148,10 +148,13 @@ def _http_server(
         lifespan="off",
     )
     http_config.load()
-    if tls is not None:
-        http_config.ssl = tls.context
     of_one = max(1, config.max_connections_per_address * most // config.max_connections)
-    return HttpServer(http_config, Connections(most, of_one), config.client_timeout)
+    return HttpServer(
+        http_config,
+        Connections(most, of_one),
+        config.client_timeout,
+        None if tls is None else tls.current,
+    )
 
 
 async def _follow_health(serving: Serving, rpc: RpcServer, stop: asyncio.Event) -> None:
@@ -209,7 +212,10 @@ async def _follow_files(reloads: Sequence[Callable[[], None]]) -> None:
     while True:
         await asyncio.sleep(FILES_SECONDS)
         for reload in reloads:
-            reload()
+            try:
+                reload()
+            except Exception:  # the next second tries again
+                logger.exception("changed files were not read")
 
 
 def _listen(config: GatewayConfig) -> socket.socket:

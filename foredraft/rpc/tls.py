@@ -59,14 +59,13 @@ class Identity:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{flags} {self.authorities}: {error}") from None
 
-    def version(self) -> Version:
-        """Returns a value that changes when one of the files does.
-
-        Raises:
-            OSError: One is gone.
-        """
+    def version(self) -> Version | None:
+        """Returns a value that changes when one of the files does; None while one is gone."""
         files = [Path(file) for file in (self.certificate, self.key, self.authorities) if file]
-        stats = [file.stat() for file in files]
+        try:
+            stats = [file.stat() for file in files]
+        except OSError:
+            return None
         return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -147,11 +146,11 @@ class _Follower:
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Returns the certificate to show from now on; None keeps the previous one."""
+        version = self._identity.version()
+        if version == self._version:
+            return None
+        self._version = version
         try:
-            version = self._identity.version()
-            if version == self._version:
-                return None
-            self._version = version
             # A certificate may have been replaced, and its key not yet.
             self._identity.check("TLS")
             configuration = self._read()

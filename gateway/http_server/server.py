@@ -7,7 +7,7 @@ import functools
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -31,15 +31,23 @@ class HttpServer(uvicorn.Server):
     """Serves an application on one listening socket.
 
     Args:
-        config: uvicorn's configuration; its `ssl`, if any, is used.
+        config: uvicorn's configuration.
         connections: Keeps the places of connections.
         seconds: Seconds that a client may take; see BoundedHttpProtocol.
+        tls: Returns the context for a new connection; None without TLS.
     """
 
-    def __init__(self, config: uvicorn.Config, connections: Connections, seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        seconds: float,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         super().__init__(config)
         self._connections = connections
         self._seconds = seconds
+        self._tls = tls
         self._handshakes: set[asyncio.Task[object]] = set()
 
     @contextlib.contextmanager
@@ -121,7 +129,7 @@ class HttpServer(uvicorn.Server):
             )
 
         times: dict[str, float] = {}
-        context: ssl.SSLContext | None = self.config.ssl
+        context = None if self._tls is None else self._tls()
         if context is not None:
             times = {"ssl_handshake_timeout": self._seconds, "ssl_shutdown_timeout": self._seconds}
         try:
@@ -136,7 +144,7 @@ class HttpServer(uvicorn.Server):
     def _turn_away(self, connection: socket.socket, refusal: Unavailable) -> None:
         """Answers that there is no place, unless TLS is used, and closes."""
         with connection, contextlib.suppress(OSError):
-            if self.config.ssl is None:
+            if self._tls is None:
                 connection.send(error_answer(refusal))
                 connection.shutdown(socket.SHUT_WR)
 
