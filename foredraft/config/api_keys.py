@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from foredraft.config.services import GatewayConfig
+from foredraft.config.services import MAX_KEY_LIMIT, GatewayConfig
 from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,10 @@ def _read_line(parts: Sequence[str], limits: Limits, where: str) -> ApiKey:
         what, equals, number = option.partition("=")
         if what not in _LIMITS or not equals or not (number.isascii() and number.isdigit()):
             raise ConfigError(f"{where}: after the secret come {', '.join(_LIMITS)} as name=number")
-        limits = replace(limits, **{what: int(number)})
+        limit = float(number)  # int() refuses thousands of digits
+        if limit > MAX_KEY_LIMIT:
+            raise ConfigError(f"{where}: {what}= must be at most {MAX_KEY_LIMIT:g}")
+        limits = replace(limits, **{what: int(limit)})
     return ApiKey(name, digest, limits)
 
 

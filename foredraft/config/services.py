@@ -13,6 +13,7 @@ from foredraft.errors import ConfigError
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@A-Z]+")
 _MOST_MB = 10**9  # as bytes they fit the 64 bits of a process's limits
+MAX_KEY_LIMIT = 10**12  # floats hold it exactly
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -289,10 +290,16 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
         0,
         "Requests that a key may have running; 0 is no limit. Without keys it holds for all.",
         least=0,
+        most=MAX_KEY_LIMIT,
     )
-    key_requests_per_minute: int = option(0, "Requests a minute of a key; 0 is no limit.", least=0)
+    key_requests_per_minute: int = option(
+        0, "Requests a minute of a key; 0 is no limit.", least=0, most=MAX_KEY_LIMIT
+    )
     key_tokens_per_minute: int = option(
-        0, "Tokens a minute of a key, prompts and outputs; 0 is no limit.", least=0
+        0,
+        "Tokens a minute of a key, prompts and outputs; 0 is no limit.",
+        least=0,
+        most=MAX_KEY_LIMIT,
     )
     max_concurrent_requests: int = option(
         2048, "Requests that run or wait here at most; more are refused with 429.", least=1

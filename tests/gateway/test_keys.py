@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from foredraft.config.services import GatewayConfig
 from foredraft.errors import ConfigError
 from gateway.security.gate import Gate
 from gateway.security.http import GateMiddleware
+from gateway.security.limits import Caller
 from testing import stack as stacks
 from testing.api_keys import SECRETS, bearer, write_keys
 from testing.stack import eventually, metric
@@ -233,6 +236,29 @@ def test_bad_files(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) 
     assert "x" * 600 not in str(error.value)
     os.chmod(path, 0o644)
     assert "chmod 600" in caplog.text
+
+
+@pytest.mark.parametrize("num_digits", [13, 400, 5000])
+def test_limits_that_are_too_large(tmp_path: Path, num_digits: int) -> None:
+    path = tmp_path / "keys"
+    number = "9" * num_digits
+    path.write_text(f"a x\nb y tokens={number}\n")
+    with pytest.raises(ConfigError, match=r"keys, line 2: tokens= must be at most 1e\+12"):
+        keys.read_file(path, Limits())
+    flags = ["--key-tokens-per-minute", number]
+    command = [sys.executable, "-m", "gateway", "--port=0", "--grpc-port=0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert "--key-tokens-per-minute" in ended.stderr
+
+
+def test_the_largest_limit(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a x tokens=1000000000000\n")
+    [key] = keys.read_file(path, Limits())
+    assert key.limits.tokens == 10**12
+    assert Caller("a", key.limits)._tokens.take(10**12) == 0
 
 
 def test_what_a_line_does_not_say_is_as_for_all(tmp_path: Path) -> None:
