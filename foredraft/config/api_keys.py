@@ -20,6 +20,7 @@ DEFAULT_NAME = "default"  # name of the key in --api-key
 MAX_SECRET_CHARACTERS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_COMMENT = re.compile(r"(^|\s)#.*")
 _LIMITS = ("concurrent", "requests", "tokens")
 
 
@@ -95,7 +96,8 @@ def single(secret: str, limits: Limits) -> ApiKey:
 def read_file(path: Path, limits: Limits, *, warns: bool = True) -> list[ApiKey]:
     """Reads the keys of a file: lines of `name secret [concurrent=N] [requests=N] [tokens=N]`.
 
-    A secret may be given as `sha256:` and its digest in hexadecimal. `#` begins a comment.
+    A secret may be given as `sha256:` and its digest in hexadecimal. `#` begins a comment at the
+    start of a line or after white space; a secret may have one.
 
     Args:
         path: The file.
@@ -116,7 +118,7 @@ def read_file(path: Path, limits: Limits, *, warns: bool = True) -> list[ApiKey]
         logger.warning("--api-key-file %s: others may read or write it; chmod 600 it", path)
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), 1):
-        parts = line.partition("#")[0].split()
+        parts = _COMMENT.sub("", line).split()
         if parts:
             keys.append(_read_line(parts, limits, f"--api-key-file {path}, line {number}"))
     if not keys:

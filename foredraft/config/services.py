@@ -266,7 +266,8 @@ class GatewayConfig(LogConfig, ServiceTlsConfig):
     api_key_file: str = option(
         "",
         "File of keys, a `name secret` on each line, and the key's own limits if it has any, such"
-        " as `concurrent=8 requests=60 tokens=100000`. Read again when it changes.",
+        " as `concurrent=8 requests=60 tokens=100000`; `#` at the start or after a space begins a"
+        " comment. Read again when it changes.",
         filled=True,
     )
     protect_metrics: bool | None = option(

@@ -289,6 +289,19 @@ def test_what_a_line_does_not_say_is_as_for_all(tmp_path: Path) -> None:
     assert keys.find([only], longest + "xyz") is None
 
 
+def test_a_secret_may_have_a_number_sign(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("a se#cret#\nb second # nobody's#\nc third\t#x\n  # d fourth\n#e fifth\n")
+    found = keys.read_file(path, Limits())
+    for name, secret in (("a", "se#cret#"), ("b", "second"), ("c", "third")):
+        key = keys.find(found, secret)
+        assert key is not None
+        assert key.name == name
+    assert keys.find(found, "se") is None
+    assert len(found) == 3
+    assert keys.find([keys.single("#se#cret", Limits())], "#se#cret")  # --api-key
+
+
 def test_a_secret_and_its_digest_are_one_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"a x\nb sha256:{hashlib.sha256(b'x').hexdigest()}\n")
