@@ -47,16 +47,21 @@ class Generator:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def stream(self, job: Job, *, whole: bool = False) -> AsyncGenerator[Chunk, None]:
+    async def stream(
+        self, job: Job, *, whole: bool = False, charge: Charge | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Yields chunks of all continuations of a job as they come; close it to cancel the job.
 
         Args:
             job: The request to run.
             whole: Whether to yield one chunk per continuation, at its end. A continuation
                 without a yielded chunk survives the loss of its verifier.
+            charge: Counter of the call's tokens, which are reserved already; None reserves the
+                job's own.
 
         Raises:
-            ForedraftError: The verifier refused the job, it was lost, or the deadline passed.
+            ForedraftError: A limit or the verifier refused the job, the verifier was lost, or the
+                deadline passed.
         """
         name = (job.caller.name, job.name)
         if name in self._running:
@@ -64,10 +69,9 @@ class Generator:
         running = self._running[name] = _Running(job.call)
         self._idle.clear()
         try:
-            most = job.sampling.max_new_tokens * job.num_choices
-            with job.caller.charge(len(job.prompt), most) as charge:
+            with _reserved([job]) if charge is None else contextlib.nullcontext(charge) as counter:
                 choices = [
-                    self._choice(job, i, running, whole, charge) for i in range(job.num_choices)
+                    self._choice(job, i, running, whole, counter) for i in range(job.num_choices)
                 ]
                 # Every layer that a token passes costs; most jobs have one choice.
                 if len(choices) == 1:
@@ -84,27 +88,30 @@ class Generator:
                 self._idle.set()
 
     async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """Streams several jobs like `stream`; each chunk comes with its job's index."""
+        """Streams the jobs of a call like `stream`; each chunk comes with its job's index."""
         if len(jobs) == 1:
             async with contextlib.aclosing(self.stream(jobs[0])) as chunks_of_one:
                 async for chunk in chunks_of_one:
                     yield 0, chunk
             return
-        async with contextlib.aclosing(merge([self.stream(job) for job in jobs])) as chunks:
-            async for item in chunks:
-                yield item
+        with _reserved(jobs) as charge:
+            streams = [self.stream(job, charge=charge) for job in jobs]
+            async with contextlib.aclosing(merge(streams)) as chunks:
+                async for item in chunks:
+                    yield item
 
     async def complete(self, jobs: Sequence[Job]) -> list[list[Chunk]]:
-        """Runs jobs to their end; returns each job's continuations, each as one chunk.
+        """Runs a call's jobs to their end; returns each job's continuations, each as one chunk.
 
         Raises:
             ForedraftError: A job failed like in `stream`, which ends all of them.
         """
         found: list[list[Chunk]] = [[] for _ in jobs]
-        streams = [self.stream(job, whole=True) for job in jobs]
-        async with contextlib.aclosing(merge(streams)) as chunks:
-            async for i, chunk in chunks:
-                found[i].append(chunk)
+        with _reserved(jobs) as charge:
+            streams = [self.stream(job, whole=True, charge=charge) for job in jobs]
+            async with contextlib.aclosing(merge(streams)) as chunks:
+                async for i, chunk in chunks:
+                    found[i].append(chunk)
         return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
 
     def abort(self, name: str) -> int:
@@ -273,6 +280,13 @@ class _Running:
     def _fail(ticket: Ticket, error: ForedraftError) -> None:
         ticket.cancel()
         ticket.fail(error)
+
+
+def _reserved(jobs: Sequence[Job]) -> contextlib.AbstractContextManager[Charge]:
+    """Reserves the tokens of all jobs of a call at once."""
+    num_prompt_tokens = sum(len(job.prompt) for job in jobs)
+    most = sum(job.sampling.max_new_tokens * job.num_choices for job in jobs)
+    return jobs[0].caller.charge(num_prompt_tokens, most)
 
 
 async def _collect(attempt: AsyncGenerator[Chunk, None], choice: int) -> Chunk:

@@ -199,6 +199,39 @@ def test_a_request_that_gets_no_place(held: Held) -> None:
     assert any(detail.Unpack(retry) for detail in status.details)
 
 
+PROMPTS = ["ab"] * 12
+SAMPLING = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**SHORT, "prompt": PROMPTS, "max_tokens": 8}),
+        ("/v1/completions", {**SHORT, "prompt": PROMPTS, "max_tokens": 8, "stream": True}),
+        ("/generate", {"text": PROMPTS, "sampling_params": SAMPLING}),
+        ("/generate", {"text": PROMPTS, "sampling_params": SAMPLING, "stream": True}),
+        ("/v1/completions", {**SHORT, "max_tokens": 8, "n": 12}),
+    ],
+)
+def test_several_prompts_are_charged_together(
+    held: Held, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    with stacks.running_gateway(
+        held.place, api_key_file=write_keys(tmp_path / "keys")
+    ) as addresses:
+        limited = Held(held.place, *addresses)
+        eventually(lambda: limited.web.get("/health").status_code == 200)
+        # They are more than carol's minute; a full bucket lets them through once.
+        assert limited.ask("carol", path, **body).status_code == 200
+        again = limited.ask("carol", path, **body)
+        assert again.status_code == 429
+        # What they took is missing now, and is more than comes in a minute.
+        assert int(again.headers["retry-after"]) > 60
+        refused = 'foredraft_gateway_refused_requests_total{key="carol",limit="tokens"}'
+        assert metric(limited.page, refused) == 1
+        limited.web.close()
+
+
 def test_lengths(model: Path, stack: LocalStack) -> None:
     verifier = next(service.health for service in stack.services if service.name == "verify")
     flags = {"max_prompt_tokens": 8, "max_output_tokens": 30}
