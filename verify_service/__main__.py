@@ -21,6 +21,7 @@ from foredraft.config.options import parse
 from foredraft.config.ranks import Nodes
 from foredraft.config.services import VerifyConfig
 from foredraft.config.speculation import each_draft, with_tree_defaults
+from foredraft.config.speculation_checks import check_transport
 from foredraft.errors import ForedraftError
 from foredraft.models.speculation import resolve
 from foredraft.rpc import address, lifetime
@@ -68,6 +69,7 @@ def main() -> int:
             return lifetime.run(lambda: _serve_further(config, nodes))
         tracing.setup("verify", config.otlp_traces_endpoint)
         on_cpu = device_for(config.device).type == "cpu"
+        check_transport(config.require_transport, on_cpu)
         for one in each_draft(config):
             resolve(one, on_cpu)
         resolved = resolve(config, on_cpu)

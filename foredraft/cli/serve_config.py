@@ -13,6 +13,7 @@ from foredraft.config.options import flag_of, option
 from foredraft.config.quantization import count_gpus, has_gpu
 from foredraft.config.services import DraftConfig, GatewayConfig, VerifyConfig
 from foredraft.config.speculation import each_draft
+from foredraft.config.speculation_checks import check_transport
 from foredraft.errors import ConfigError
 from foredraft.models.config import ModelConfig
 from foredraft.models.hub import is_repository
@@ -95,6 +96,7 @@ def check(values: Mapping[str, Any]) -> ServeConfig:
             raise ConfigError(f"{flag_of(name)} must be in [0, 65535], not {getattr(config, name)}")
     on_cpu = is_on_cpu(config)
     config.check_quantization(on_cpu)
+    check_transport(config.require_transport, on_cpu)
     config.nodes()
     if not on_cpu:
         config.check_gpus(len(_visible_cards(os.environ)) or None)

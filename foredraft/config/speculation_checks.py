@@ -30,6 +30,15 @@ def check_together(algorithms: Sequence[str], model_path: str) -> None:
         )
 
 
+def check_transport(required: str, on_cpu: bool) -> None:
+    """Raises ConfigError for a --require-transport that no draft of this target can have."""
+    if required == "cuda_ipc" and on_cpu:
+        raise ConfigError(
+            "--require-transport cuda_ipc: the target runs on a CPU, so there is no memory of a"
+            " GPU to share; leave the flag out, or take shm"
+        )
+
+
 def check_speculation(config: SpeculationFlags) -> None:
     """Raises ConfigError, naming the flags, for a combination that cannot be served."""
     _check_model(config)

@@ -38,6 +38,11 @@ def supported(same_host: bool = True, device: torch.device = CPU) -> list[tensor
     return [*found, tensor_pb2.TRANSPORT_INLINE]
 
 
+def described(transports: Sequence[tensor_pb2.Transport]) -> str:
+    """Returns the names of the known ones of `transports`, for people."""
+    return ", ".join(NAMES[each] for each in transports if each in NAMES) or "nothing"
+
+
 def open_writer(
     transports: Sequence[tensor_pb2.Transport],
     row: RowFormat,

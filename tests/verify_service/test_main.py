@@ -110,3 +110,12 @@ def test_an_address_that_is_none_is_told_with_its_flag(flag: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert f"cannot start: {flag}: address 'http://127.0.0.1:1': host:port is taken" in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["verify_service", "foredraft.cli.main serve"])
+def test_memory_of_a_gpu_is_not_required_of_a_cpu(command: str) -> None:
+    flags = ["--device=cpu", "--require-transport=cuda_ipc"]
+    arguments = [sys.executable, "-m", *command.split(), *flags]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert ended.returncode in (1, 2)
+    assert "--require-transport cuda_ipc: the target runs on a CPU" in ended.stderr

@@ -92,7 +92,8 @@ class Arena:
         steps: StepSizes | None = None,
     ) -> None:
         supported = choice.supported(address.parse(draft).is_local, device)
-        self._own = [t for t in supported if required in ("any", choice.NAMES[t])]
+        self._supported = supported
+        self._required = required
         self._device = device
         self._uuid = ""
         if tensor_pb2.TRANSPORT_CUDA_IPC in supported:
@@ -125,9 +126,14 @@ class Arena:
             AttachRefused: The target lacks the hidden states, or no transport can be used.
         """
         self._free_left()
-        usable = [t for t in self._own if t in info.transports]
+        offered = list(info.transports)
         if not self._is_reached_from(info):
-            usable = [t for t in usable if t != tensor_pb2.TRANSPORT_CUDA_IPC]
+            offered = [t for t in offered if t != tensor_pb2.TRANSPORT_CUDA_IPC]
+        usable = [
+            t
+            for t in self._supported
+            if t in offered and self._required in ("any", choice.NAMES[t])
+        ]
         steps = self._steps if info.device_steps else None
         layers: tuple[int, ...] | None = None
         region: Region | None = None
@@ -135,6 +141,12 @@ class Arena:
             row, layers = self._row(info.hidden), tuple(info.hidden.layers)
             if fusion is not None:
                 row = RowFormat(fusion.shape.num_outputs, row.dtype)
+            if not usable:
+                raise AttachRefused(
+                    "transports",
+                    f"--require-transport {self._required}: the verifier offers"
+                    f" {choice.described(self._supported)}, the draft {choice.described(offered)}",
+                )
             try:
                 region = self._open(self._accepted(usable) or usable, row, epoch, steps)
             except ArenaError as error:

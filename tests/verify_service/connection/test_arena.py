@@ -99,11 +99,12 @@ def test_a_region_is_no_larger_than_allowed() -> None:
 
 def test_a_required_transport_is_the_only_one() -> None:
     assert make(required="inline").open(info(), 1).transport == INLINE
-    with pytest.raises(AttachRefused, match="none in common"):
+    told = "--require-transport shm: the verifier offers {}, the draft {}$"
+    with pytest.raises(AttachRefused, match=told.format("inline", "shm, inline")):
         make("10.0.0.1:1", required="shm").open(info(), 1)
     without = info()
     del without.transports[0]
-    with pytest.raises(AttachRefused, match="none in common"):
+    with pytest.raises(AttachRefused, match=told.format("shm, inline", "inline")):
         make(required="shm").open(without, 1)
     assert make().open(without, 1).transport == INLINE
 
@@ -268,7 +269,7 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(choice, "open_region", open_region)
     arena = make(steps=StepSizes(8, 4, 7))
-    arena._own, arena._uuid = [CUDA_IPC, INLINE], "GPU-1"
+    arena._supported, arena._uuid = [CUDA_IPC, INLINE], "GPU-1"
     draft = draft_pb2.GetDraftInfoResponse(transports=[CUDA_IPC], device_uuid="GPU-1")
     assert arena.open(draft, 1) is None, "it has no such steps"
     draft.device_steps = True
@@ -291,7 +292,7 @@ def test_steps_that_stay_on_the_gpu_need_no_hidden_states(monkeypatch: pytest.Mo
     for reaches in (False, True):
         monkeypatch.setattr(cuda, "reaches", lambda one, other: reaches)  # noqa: B023
         other = make(steps=StepSizes(8, 4, 7))
-        other._own, other._uuid = [CUDA_IPC, INLINE], "GPU-1"
+        other._supported, other._uuid = [CUDA_IPC, INLINE], "GPU-1"
         draft.device_uuid = "GPU-2"
         assert (other.open(draft, 5) is not None) == reaches
         assert not other.is_on_same_gpu(draft)
