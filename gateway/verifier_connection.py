@@ -145,9 +145,8 @@ class VerifierConnection:
         self._heard = 0.0
         self._accept = accept
         self._on_change = on_change
-        self._channel = aio_channel(target, identity=identity)
-        self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._identity = identity
+        self._open_channel()
         self._live: dict[int, Ticket] = {}
         self._outbox: asyncio.Queue[verify_pb2.RunRequest] = asyncio.Queue()
         self._next_number = 0
@@ -212,6 +211,22 @@ class VerifierConnection:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
+    def _open_channel(self) -> None:
+        version = self._identity and self._identity.version()
+        self._channel = aio_channel(self.target, identity=self._identity)
+        self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._version = version
+
+    async def _follow_certificate(self) -> None:
+        """Makes a new channel if the certificate has changed: a channel reads it once."""
+        version = self._identity and self._identity.version()
+        if version is None or version == self._version:
+            return
+        old = self._channel
+        self._open_channel()
+        await old.close()
+
     async def _run(self) -> None:
         backoff = MIN_BACKOFF
         said = ""
@@ -220,6 +235,7 @@ class VerifierConnection:
         while True:
             starts = False
             try:
+                await self._follow_certificate()
                 info = await self._stub.GetModelInfo(
                     verify_pb2.GetModelInfoRequest(), timeout=INFO_TIMEOUT
                 )

@@ -45,7 +45,7 @@ class ServiceTlsConfig:
     service_tls_cert: str = option(
         "",
         "PEM file of the certificate that this service shows the others, as server and as client. A"
-        " server takes changed files at once, a client when it connects anew or is restarted.",
+        " server takes changed files at once, a client when it connects anew.",
         internal=True,
     )
     service_tls_key: str = option("", "PEM file of its private key.", internal=True)

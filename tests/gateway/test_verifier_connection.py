@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
+import shutil
+from pathlib import Path
 
 import grpc
 import pytest
 
 from foredraft.api.verify.v1 import verify_pb2_grpc
+from foredraft.rpc.tls import Identity
 from gateway import verifier_connection
 from gateway.verifier_pool import VerifierPool
 from testing.bare_verifiers import Verifier, eventually
+from testing.certificates import Authority
 from testing.stack import free_port
 
 LOGGER = verifier_connection.logger.name
@@ -64,4 +68,35 @@ def test_one_that_does_not_come_is_a_warning(
         finally:
             await pool.close()
 
+    asyncio.run(main())
+
+
+def test_a_renewed_certificate_is_shown_when_it_connects_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authority = Authority(tmp_path, "authority")
+    own, renewed = Authority(tmp_path, "elsewhere").sign("gateway"), authority.sign("renewed")
+    verifier = authority.sign("verifier")
+    where = f"127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        verify_pb2_grpc.add_VerifyServiceServicer_to_server(Verifier(), server)
+        files = Identity(str(verifier.file), str(verifier.key), str(authority.file))
+        server.add_secure_port(where, files.server_credentials())
+        await server.start()
+        mine = Identity(str(own.file), str(own.key), str(authority.file))
+        pool = VerifierPool([where], mine)
+        try:
+            await eventually(lambda: bool(said(caplog, where)))
+            assert not pool.num_usable
+            own.key.unlink()
+            shutil.copyfile(renewed.file, own.file)
+            shutil.copyfile(renewed.key, own.key)
+            await eventually(lambda: bool(pool.num_usable))
+        finally:
+            await pool.close()
+            await server.stop(0)
+
+    caplog.set_level(logging.INFO, LOGGER)
     asyncio.run(main())
