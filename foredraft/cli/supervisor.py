@@ -258,7 +258,7 @@ class Supervisor:
             self._signal(child, signal.SIGTERM)
         code = process.wait()
         # The child's own children are killed too, since they would hold its pipe open.
-        _kill_group(process.pid)
+        _end_group(process.pid)
         reader.join()
         self._set_health(child, healthy=False)
         child.is_up = False
@@ -384,8 +384,10 @@ def _tail(lines: Sequence[str]) -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def _kill_group(pid: int) -> None:
-    try:
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    # As PID 1 of a container this process is the parent of orphans, which stay until it reaps them.
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-pid, 0)

@@ -1,12 +1,13 @@
 """Child processes are started in order, watched, replaced, and never outlive their supervisor."""
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,28 @@ def test_what_a_child_started_goes_with_it(make: Callable[..., Service]) -> None
         assert is_alive(orphan)
         os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
         eventually(lambda: not is_alive(orphan))
+
+
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """Makes this process the parent of its children's orphans, as PID 1 of a container is."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    assert prctl(set_child_subreaper, 1, 0, 0, 0) == 0
+    yield
+    prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("adopting")
+def test_adopted_orphans_are_reaped(make: Callable[..., Service]) -> None:
+    lines: list[str] = []
+    with Supervisor(
+        [make("draft", "--orphan")], on_line=lambda name, line: lines.append(line)
+    ) as supervisor:
+        supervisor.wait_healthy(120)
+        found = eventually(lambda: [line for line in lines if line.startswith("orphan")])
+        os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
+        eventually(lambda: supervisor.states()[0].num_restarts == 1)
+        assert not Path("/proc", found[0].split()[1]).exists()
 
 
 def test_nothing_survives_a_killed_supervisor(make: Callable[..., Service], tmp_path: Path) -> None:
