@@ -79,8 +79,11 @@ def invalid_request(
     elif kinds := _kinds_of_others(same):
         first = kinds[0]
     elif first["type"] not in _OF_NAMES:
-        # The branch of a union that the value resembles most goes deepest.
-        first = max(named, key=lambda each: len(paths[each["loc"]]), default=first)
+        # The branch of a union that the value resembles most goes deepest, to a field. Of lists
+        # whose items are wrong it resembles none more than another.
+        of_fields = [each for each in same if not "".join(paths[each["loc"]][-1:]).isdigit()]
+        candidates = named or of_fields or [first]
+        first = max(candidates, key=lambda each: len(paths[each["loc"]]))
     path = paths[first["loc"]]
     field = ".".join(path[:_MAX_DEPTH]) or "body"
     if first["type"] == "extra_forbidden":

@@ -307,6 +307,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
             ),
         ),
         ({"max_tokens": -1}, "max_tokens: must be in"),
+        (user({**USE, "input": []}), "messages.0.content.0.input: Input should be an object"),
+        (user({**USE, "input": "{}"}), "messages.0.content.0.input: Input should be an object"),
+        (user({**TEXT, "text": 5}), "messages.0.content.0.text: Input should be a valid string"),
+        (user(5), "messages.0.content: Input should be a valid string or an object"),
     ],
 )
 def test_what_cannot_be_honoured_is_told(
