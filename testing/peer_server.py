@@ -27,12 +27,14 @@ class PeerServer:
         arrived: Their times by `time.perf_counter`.
         fail_every: Distance of requests that get a 500; 0 for none.
         slots: Maximum number of requests in work; others wait.
+        key: Key that /v1/models asks for; empty for none.
     """
 
     def __init__(self, first: float = 0.05, between: float = 0.01, slots: int = 1000) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.arrived: list[float] = []
         self.fail_every = 0
+        self.key = ""
         self.url = ""
         self._first = first
         self._between = between
@@ -43,7 +45,9 @@ class PeerServer:
         app.post("/v1/chat/completions")(self._answer)
         self._app = app
 
-    def _models(self) -> dict[str, Any]:
+    def _models(self, request: Request) -> Any:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "a key is needed"}}, 401)
         return {"object": "list", "data": [{"id": "words-1", "owned_by": "somebody else"}]}
 
     async def _answer(self, request: Request) -> Any:

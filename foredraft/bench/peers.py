@@ -1,11 +1,13 @@
 """Servers under test: their kind and model, request bodies, and their own counters."""
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from foredraft.bench.http_client import ConnectionBroken, HttpClient
+from foredraft.bench.http_client import ConnectionBroken, HttpClient, Response
 from foredraft.bench.prompts import Prompt
 from foredraft.bench.records import Speculation
 from foredraft.errors import ConfigError
@@ -86,6 +88,18 @@ class Peer:
         return json.dumps({**told, **extra}).encode()
 
 
+def key_header() -> dict[str, str]:
+    """Returns the header with the key in OPENAI_API_KEY; none where there is no key.
+
+    Raises:
+        ConfigError: No header can hold it; the key is not in the message.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError("OPENAI_API_KEY: a key has printable ASCII characters, no spaces")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
     """Asks a server for its kind and model.
 
@@ -94,23 +108,40 @@ async def discover(client: HttpClient, backend: str, model: str = "") -> Peer:
         model: Name to ask for; the first that the server lists when empty.
 
     Raises:
-        ConfigError: It does not answer, or names no model.
+        ConfigError: It does not answer, asks for a key, or names no model.
     """
     kind, listed = "", ""
     try:
         response = await client.get("/v1/models")
-        if response.status == 200:
-            first = response.json()["data"][0]
-            kind, listed = str(first.get("owned_by", "")), str(first["id"])
     except ConnectionBroken as error:
         raise ConfigError(
             f"no server to measure: {error}; `foredraft serve` starts one, --base-url names another"
         ) from None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        pass
+    if response.status == 401:
+        raise ConfigError(
+            f"the server's /v1/models answers 401: {_reason(response)}; put a key into"
+            " OPENAI_API_KEY, or give bench serve --header 'Authorization=Bearer KEY'"
+        )
+    if response.status == 200:
+        with contextlib.suppress(ValueError, KeyError, IndexError, TypeError, AttributeError):
+            first = response.json()["data"][0]
+            kind, listed = str(first.get("owned_by", "")), str(first["id"])
     if not (model or listed) and ALIASES.get(backend, backend) != "native":
+        if response.status != 200:
+            answer = f"answers {response.status}: {_reason(response)}"
+            raise ConfigError(f"the server's /v1/models {answer}; give --model to do without")
         raise ConfigError("the server's /v1/models names no model: give --model")
     return Peer(kind.lower(), model or listed, ALIASES.get(backend, backend))
+
+
+def _reason(response: Response) -> str:
+    """Returns what an answer other than 200 says, as one line."""
+    try:
+        error = response.json()["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        text = response.body.decode("utf-8", "replace")
+    return " ".join(text.split())[:300] or "no reason"
 
 
 async def spoken_of(client: HttpClient) -> Speculation | None:

@@ -86,7 +86,16 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     server.add_argument("--model", default="", help="name to ask for [the server's first]")
-    server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE")
+    server.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=(
+            "sent with every request, several times; 'Authorization=Bearer KEY' is a key"
+            " [that in OPENAI_API_KEY]"
+        ),
+    )
     server.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer [600]")
     datasets.add_arguments(parser.add_argument_group("prompts"))
     load = parser.add_argument_group("load")
@@ -320,9 +329,9 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
     for pair in given:
         name, separator, value = pair.partition("=")
         if not separator or not name.isascii() or any(c in pair for c in "\r\n"):
-            raise ConfigError(f"--header {pair}: not NAME=VALUE")
+            # What was given may be a key in another form, which is not for logs.
+            raise ConfigError("--header takes NAME=VALUE, an ASCII name and one line")
         headers[name] = value
-    key = os.environ.get("OPENAI_API_KEY", "")
-    if key and not any(name.lower() == "authorization" for name in headers):
-        headers["Authorization"] = f"Bearer {key}"
-    return headers
+    if any(name.lower() == "authorization" for name in headers):
+        return headers
+    return headers | peers.key_header()

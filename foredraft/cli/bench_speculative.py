@@ -196,7 +196,7 @@ class _Measure:
 
     async def _measure(self, url: str, setting: Setting, case: Case) -> Figures:
         arguments = self._arguments
-        client = HttpClient(url)
+        client = HttpClient(url, peers.key_header())
         try:
             peer = await peers.discover(client, "openai")
             source = self._source(case)

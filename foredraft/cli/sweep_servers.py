@@ -150,7 +150,7 @@ Servers = StartedServers | RunningServer
 
 
 async def _server_info(url: str) -> dict[str, Any]:
-    client = HttpClient(url)
+    client = HttpClient(url, peers.key_header())
     try:
         await peers.discover(client, "openai")
         response = await client.get("/get_server_info")
