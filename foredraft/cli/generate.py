@@ -24,6 +24,7 @@ from rich.text import Text
 
 from foredraft.cli import serve_config, stack
 from foredraft.cli.serve import read_values
+from foredraft.config import api_keys
 from foredraft.config.flag_parser import FlagParser
 from foredraft.config.options import add_arguments, flag_of
 from foredraft.errors import ConfigError, ForedraftError, Unavailable
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
             serve_config.check(values)
         elif values_given := _service_flags(arguments):
             raise ConfigError(f"--server starts no services: {values_given[0]} has no use with it")
+        elif key := values.get("api_key"):
+            api_keys.single(key, api_keys.Limits())  # says what no header can hold
     except ConfigError as error:
         parser.error(str(error))
     console = Console(stderr=True, highlight=False)

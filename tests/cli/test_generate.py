@@ -336,6 +336,17 @@ def test_wrong_flags(arguments: list[str], said: str) -> None:
     assert said in wrong.stderr
 
 
+@pytest.mark.parametrize("key", ["open\nsesame", "open sesame", "sesameключ"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_API_KEY", key)
+    wrong = generate("--server=http://127.0.0.1:9", "x")
+    assert wrong.returncode == 2
+    assert "--api-key: a secret has 1 to 512 printable ASCII characters, no spaces" in wrong.stderr
+    assert "sesame" not in wrong.stderr
+
+
 def test_help_teaches() -> None:
     shown = generate("--help")
     assert shown.returncode == 0
