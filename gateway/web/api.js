@@ -33,7 +33,8 @@ export function keepKey(key) {
 /** Fetches with the key; throws a Problem for anything but success. */
 export async function call(path, options = {}) {
   const headers = { ...options.headers };
-  if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;
+  // A header holds ASCII alone, as the keys of a server do: one with anything else is sent as one that it does not know.
+  if (apiKey()) headers.authorization = `Bearer ${apiKey().replace(/[^ -~]/g, "?")}`;
   let response;
   try {
     response = await fetch(path, { ...options, headers });

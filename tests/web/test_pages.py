@@ -178,10 +178,15 @@ def test_a_server_with_keys(chrome: Browser, tmp_path: Path) -> None:
         page.click("#run")
         page.wait_for_selector("#error:not([hidden])")
         assert "API key" in page.inner_text("#error")
-        page.fill("#key", "a-secret-of-the-test")
+        page.fill("#key", "ключ")  # which no header holds
         page.keyboard.press("Tab")
         page.click("#run")
         page.wait_for_selector("body[data-runs='2']")
+        assert "this API key is not known here" in page.inner_text("#error")
+        page.fill("#key", "a-secret-of-the-test")
+        page.keyboard.press("Tab")
+        page.click("#run")
+        page.wait_for_selector("body[data-runs='3']")
         assert page.locator(".output .token").count() > 0
         assert page.locator("#error").is_hidden()
 
