@@ -73,7 +73,7 @@ export class Transcript {
 
   /** Whether tokens of many passes came at once, because something on the way was held up: then gaps say nothing. */
   get isBunched() {
-    return this.#arrivals.length * 4 < this.steps.length;
+    return this.#arrivals.length < Math.max(4, this.steps.length / 4);
   }
 
   /** Tokens that came after one time and no later than another. */
@@ -92,11 +92,11 @@ export class Transcript {
   }
 
   /**
-   * Tokens per second from the first ones on, so that prefill, the queue and the prefix cache do not count; of the whole
-   * request where that cannot be told.
+   * Tokens per second from the first ones on, so that prefill, the queue and the prefix cache do not count; null where that
+   * cannot be told, unless those of the whole request are asked for.
    */
-  speed(isWhole = this.isBunched) {
-    if (!this.first) return null;
+  speed(isWhole = false) {
+    if (!this.first || (this.isBunched && !isWhole)) return null;
     const [from, before] = isWhole ? [this.started, 0] : [this.first.time, this.first.tokens];
     const seconds = (this.last - from) / 1000;
     return seconds > 0 ? (this.numTokens - before) / seconds : null;

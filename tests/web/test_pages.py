@@ -30,7 +30,9 @@ def test_both_runs_give_the_same_text(
         assert page.locator(".panel").nth(1).locator(".token.drafted").count() == 0
         for panel in page.locator(".panel").all():
             assert panel.locator("[data-stat=tokens]").inner_text() == str(TOKENS)
-            assert float(panel.locator("[data-stat=speed]").inner_text()) > 0
+            speed = panel.locator("[data-stat=speed]").inner_text()
+            # A busy browser reads tokens in bunches.
+            assert speed == "\N{EN DASH}" or float(speed) > 0
             assert float(panel.locator("[data-stat=length]").inner_text()) >= 1
 
 

@@ -74,6 +74,41 @@ def test_verdicts(
             assert "✓" not in told["title"]
 
 
+# What runs show as their speeds, given the milliseconds at which their passes of one token came.
+SPEEDS = """async (runs) => {
+  const {Transcript} = await import('/web/transcript.js');
+  let now;
+  performance.now = () => now;
+  return runs.map((times) => {
+    const panel = document.getElementById('panel').content.firstElementChild.cloneNode(true);
+    now = 0;
+    const transcript = new Transcript(panel, {title: 'A', note: '', prompt: '', label: 'A', onSelect: () => {}});
+    for (now of times) {
+      const step = {tokens: 1, drafted: [], accepted: []};
+      transcript.add({steps: [step], provenance: [{id: 1, text: 'x', drafted: false}], text: 'x'});
+    }
+    return panel.querySelector('[data-stat=speed]').textContent;
+  });
+}"""  # noqa: E501
+
+
+def test_a_speed_is_shown_where_arrivals_tell_it(stack: LocalStack, chrome: Browser) -> None:
+    bunched = [
+        [100, *[101] * 5],  # 5 tokens in a millisecond are no speed
+        [100, 120, *[121] * 4],
+        [100, 120, 140],
+        [100 + 20 * (i // 5) for i in range(40)],
+    ]
+    told = [
+        [100, 120, 140, 160],
+        [100, 120, 140, 160, 160, 180],
+        [100 + 20 * (i // 4) for i in range(40)],
+    ]
+    with chrome.page(stack.urls["http"] + "/") as page:
+        assert page.evaluate(SPEEDS, bunched) == ["\N{EN DASH}"] * 4
+        assert page.evaluate(SPEEDS, told) == ["50.0", "62.5", "217"]
+
+
 def test_a_slower_run_is_never_green(stack: LocalStack, chrome: Browser) -> None:
     """Of all states only that of a faster run has the colour of success."""
     with chrome.page(stack.urls["http"] + "/") as page:
