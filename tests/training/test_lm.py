@@ -119,8 +119,13 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(corpus: Path, tmp_
 def test_a_time_limit_leaves_a_checkpoint_to_resume_from(corpus: Path, tmp_path: Path) -> None:
     result = LMTrainer(config_for(corpus, tmp_path, max_minutes=0.0)).run()
     assert not result.finished
-    resumed = LMTrainer(config_for(corpus, tmp_path, steps=1, resume=True)).run()
+    assert result.loss is None, "NaN is no JSON"
+    once = config_for(corpus, tmp_path, steps=1, resume=True, checkpoint_every=1)
+    resumed = LMTrainer(once).run()
     assert resumed.finished
+    assert resumed.loss is not None
+    again = LMTrainer(once).run()
+    assert (again.finished, again.loss) == (True, resumed.loss)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -111,13 +111,13 @@ class LMTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class LMTrainingResult:
-    """The result of a run: whether all steps are done, last loss, scores by domain, tokens per
-    second.
+    """The result of a run: whether all steps are done, the last loss of its log, scores by domain,
+    tokens per second.
     """
 
     finished: bool
     step: int
-    loss: float
+    loss: float | None
     scores: dict[str, DomainScore]
     tokens_per_second: float
 
@@ -225,7 +225,7 @@ class LMTrainer:
         flops = self.model.flops_per_token(self.shape.context_length)
         ceiling = self._measure_ceilings()
         recent: list[Tensor] = []
-        mark, mark_step, rate, loss = time.monotonic(), self.step, 0.0, math.nan
+        mark, mark_step = time.monotonic(), self.step
         with Progress(config.steps, self.step, "train") as progress:
             while self.step < config.steps and time.monotonic() - began < 60 * config.max_minutes:
                 recent.append(self._train_step())
@@ -253,7 +253,7 @@ class LMTrainer:
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                     self._save_checkpoint()
                 mark += time.monotonic() - paused
-        return self._finish(loss, began)
+        return self._finish(began)
 
     def _train_step(self) -> Tensor:
         config = self.config
@@ -268,11 +268,12 @@ class LMTrainer:
         self.step += 1
         return torch.stack(parts).mean()
 
-    def _finish(self, loss: float, began: float) -> LMTrainingResult:
+    def _finish(self, began: float) -> LMTrainingResult:
         config = self.config
         finished = self.step >= config.steps
         seconds = time.monotonic() - began
-        rates = [entry["tokens_per_second"] for entry in self.log.having("loss")][1:]
+        logged = self.log.having("loss")
+        rates = [entry["tokens_per_second"] for entry in logged][1:]
         rate = float(np.median(rates)) if rates else 0.0
         if not finished:
             self._save_checkpoint()
@@ -286,6 +287,7 @@ class LMTrainer:
             f"{self.step}/{config.steps} steps in {seconds:.0f} s, median {rate / 1e6:.3f} M"
             " tokens/s"
         )
+        loss = logged[-1]["loss"] if logged else None
         return LMTrainingResult(finished, self.step, loss, scores, rate)
 
     def export(self, scores: Mapping[str, DomainScore]) -> None:
