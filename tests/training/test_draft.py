@@ -2,29 +2,27 @@
 training pays.
 """
 
-import dataclasses
 import itertools
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from draft_service.models.draft_head import SharedWeights
 from draft_service.models.head_loader import load_head as load_served_head
-from foredraft.errors import CheckpointError, ConfigError
+from foredraft.errors import CheckpointError
 from foredraft.layers.embedding import Embedding, LMHead
 from foredraft.models.config import ModelConfig
+from testing.draft_training import draft_config
 from training.draft.acceptance import (
     head_chain,
     head_tree,
     summarize,
     walk,
 )
-from training.draft.config import DraftTrainingConfig
 from training.draft.heads import (
     ALGORITHMS,
     DraftHead,
@@ -269,37 +267,6 @@ def test_default_layers_follow_the_published_rule() -> None:
     assert default_aux_layers(2) == (1, 1, 2)
 
 
-def draft_config(toy: tuple[Path, Path], out: Path, **changes: object) -> DraftTrainingConfig:
-    folder, target = toy
-    config = DraftTrainingConfig(
-        target=target,
-        algorithm="EAGLE3",
-        data=(folder / "train",),
-        validation=(folder / "heldout",),
-        generated=folder / "generated",
-        out=out,
-        windows=64,
-        text_windows=64,
-        prompt=32,
-        window=96,
-        generate_batch=32,
-        steps=80,
-        warmup=10,
-        batch=8,
-        lr=5e-3,
-        unroll_steps=3,
-        draft_vocab_size=200,
-        depth=3,
-        topk=3,
-        tree_tokens=10,
-        eval_prompts=8,
-        eval_prompt=32,
-        eval_new_tokens=32,
-        compile=False,
-    )
-    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
-
-
 def test_a_trained_head_clearly_beats_an_untrained_one(
     toy_target: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -329,55 +296,6 @@ def test_the_other_heads_learn_too(
     trainer = DraftTrainer(config)
     untrained, _ = trainer.measure(tree=False)
     assert trainer.run().chain["py"].length > untrained["py"].length
-
-
-def test_a_resumed_run_ends_with_the_same_head_bit_for_bit(
-    toy_target: tuple[Path, Path], tmp_path: Path
-) -> None:
-    whole = DraftTrainer(draft_config(toy_target, tmp_path / "whole", steps=6, validation=()))
-    whole.run()
-    first = DraftTrainer(draft_config(toy_target, tmp_path / "parts", steps=6, validation=()))
-    for _ in range(2):
-        first._train_step()
-    first._save_checkpoint()
-    second = DraftTrainer(
-        draft_config(toy_target, tmp_path / "parts", steps=6, validation=(), resume=True)
-    )
-    assert second.step == 2
-    second.run()
-    for (name, ours), theirs in zip(
-        second.head.state_dict().items(), whole.head.state_dict().values(), strict=True
-    ):
-        assert torch.equal(ours, theirs), name
-
-
-def test_a_new_run_in_an_old_folder_leaves_no_checkpoint_to_resume_from(
-    toy_target: tuple[Path, Path], tmp_path: Path
-) -> None:
-    config = draft_config(toy_target, tmp_path, steps=3, validation=())
-    DraftTrainer(config).run()
-    bad = dataclasses.replace(config, data=(tmp_path / "nowhere",))
-    with pytest.raises(ConfigError, match="no such file"):
-        DraftTrainer(bad)
-    assert (tmp_path / "checkpoint.pt").is_file(), "a mistake costs nothing"
-    DraftTrainer(config)
-    resumed = DraftTrainer(dataclasses.replace(config, resume=True))
-    assert resumed.step == 0
-
-
-def test_what_another_target_wrote_is_not_taken(
-    toy_target: tuple[Path, Path], tmp_path: Path
-) -> None:
-    changes = {"generated": tmp_path / "generated", "windows": 2, "generate_batch": 2}
-    DraftTrainer(draft_config(toy_target, tmp_path / "head", validation=(), **changes))
-    other = tmp_path / "other"
-    shutil.copytree(toy_target[1], other)
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"] += 0.5
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    changes["target"] = other
-    with pytest.raises(ConfigError, match=r"another model wrote .*generated\.npy; delete it"):
-        DraftTrainer(draft_config(toy_target, tmp_path / "head", validation=(), **changes))
 
 
 def test_a_target_of_another_architecture_runs_in_transformers(

@@ -22,6 +22,7 @@ from training.draft.heads import (
     make_head,
     save_head,
 )
+from training.draft.origin import check_origin, origin_of
 from training.draft.target import Target
 from training.draft.unroll import DraftInputs, draft_loss, unroll
 from training.draft.windows import (
@@ -359,6 +360,7 @@ class DraftTrainer:
             "head": self.head.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "history": self.log.entries,
+            **origin_of(self.head.shape, self.target),
         }
         save_state(state, self.config.out / "checkpoint.pt")
 
@@ -368,10 +370,12 @@ class DraftTrainer:
             say("nothing to resume: starting at step 0")
             return
         state = load_state(path, ("head",))
+        check_origin(path, state, origin_of(self.head.shape, self.target))
         try:
             self.head.load_state_dict(state["head"])
-        except RuntimeError as error:
-            raise CheckpointError(f"{path} holds another head: {error}") from None
+        except RuntimeError as error:  # with a line for each tensor
+            algorithm = self.config.algorithm
+            raise CheckpointError(f"{path} is no {algorithm} head of these sizes") from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self.log.restore(state["history"])
