@@ -50,8 +50,9 @@ def select_tokens(
     for token in always:
         if not 0 <= token < len(counts):
             raise ConfigError(f"--always must be in [0, {len(counts) - 1}], not {token}")
-    if not len(always) <= size <= len(counts):
-        raise ConfigError(f"--size must be between {len(always)} and {len(counts)}, not {size}")
+    least = max(1, len(always))
+    if not least <= size <= len(counts):
+        raise ConfigError(f"--size must be between {least} and {len(counts)}, not {size}")
     ranked = np.lexsort((np.arange(len(counts)), -counts)).tolist()
     kept = set(ranked[:size])
     missing = [token for token in dict.fromkeys(always) if token not in kept]
@@ -59,9 +60,26 @@ def select_tokens(
     return ids, float(counts[ids].sum() / max(1, counts.sum()))
 
 
-def write_token_map(ids: Sequence[int], path: Path) -> None:
-    """Writes ids to `path` (`.pt`, a list for `torch.load` in SGLang's form) and `.safetensors`."""
+def check_out(path: Path) -> None:
+    """Raises ConfigError for a path that `write_token_map` cannot write."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: a folder; give a file in it, .pt")
+    if path.suffix != ".pt":
+        raise ConfigError(f"--out {path}: must end with .pt")
+
+
+def write_token_map(ids: Sequence[int], path: Path) -> Path:
+    """Writes ids to a file, a list for `torch.load` in SGLang's form, and to safetensors beside it.
+
+    Args:
+        ids: Token ids.
+        path: The file, `.pt`.
+
+    Returns:
+        Path of the safetensors.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(list(ids), path.with_suffix(".pt"))
-    tensor = torch.tensor(ids, dtype=torch.int64)
-    path.with_suffix(".safetensors").write_bytes(save({"token_map": tensor}))
+    torch.save(list(ids), path)
+    beside = path.with_suffix(".safetensors")
+    beside.write_bytes(save({"token_map": torch.tensor(ids, dtype=torch.int64)}))
+    return beside

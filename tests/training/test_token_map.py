@@ -24,6 +24,8 @@ def test_ids_are_ranked_by_count_and_the_named_ones_are_in() -> None:
     assert select_tokens(counts, 3, always=[4, 4, 0])[0] == [2, 4, 0]
     with pytest.raises(ConfigError, match="--size"):
         select_tokens(counts, 7)
+    with pytest.raises(ConfigError, match="--size must be between 1 and 6, not 0"):
+        select_tokens(counts, 0)
     for wrong in (6, -1):
         with pytest.raises(ConfigError, match=rf"--always must be in \[0, 5\], not {wrong}"):
             select_tokens(counts, 3, always=[wrong])
@@ -61,6 +63,28 @@ def test_a_map_needs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["train", "token-map", "--tokenizer=models/foredraft-demo", *flags]) == 2
     assert "--data: there is no text" in capsys.readouterr().err
     assert not (tmp_path / "map.pt").exists()
+
+
+def test_the_command_names_its_files_and_takes_no_other_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    (tmp_path / "folder.pt").mkdir()
+    command = ["train", "token-map", "--tokenizer=models/foredraft-demo", "--size=9"]
+    command.append(f"--data={tmp_path / 'text.txt'}")
+    for name, message in (
+        ("map.json", "must end with .pt"),
+        ("map.v1", "must end with .pt"),
+        ("folder.pt", "a folder; give a file in it, .pt"),
+    ):
+        assert main([*command, f"--out={tmp_path / name}"]) == 2
+        assert f"--out {tmp_path / name}: {message}" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "folder.pt"}
+    out = tmp_path / "map.v1.pt"
+    assert main([*command, f"--out={out}"]) == 0
+    assert f"wrote {out} and {tmp_path / 'map.v1.safetensors'}" in capsys.readouterr().out
+    for path in (out, tmp_path / "map.v1.safetensors"):
+        assert len(read_token_map(path, 8192)) == 9
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:

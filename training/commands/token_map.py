@@ -31,13 +31,15 @@ def add_parser(subparsers: Subparsers) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from foredraft.errors import ConfigError
     from training.text_data import read_documents, read_tokenizer
-    from training.token_map import count_tokens, select_tokens, write_token_map
+    from training.token_map import check_out, count_tokens, select_tokens, write_token_map
 
+    check_out(arguments.out)
     tokenizer = read_tokenizer(arguments.tokenizer)
     counts = count_tokens((document.text for document in read_documents(arguments.data)), tokenizer)
     if not counts.any():
         raise ConfigError("--data: there is no text")
     ids, coverage = select_tokens(counts, arguments.size, arguments.always)
-    write_token_map(ids, arguments.out)
+    beside = write_token_map(ids, arguments.out)
     print(f"{len(ids)} of {len(counts)} tokens cover {coverage:.2%} of {int(counts.sum())} tokens")
+    print(f"wrote {arguments.out} and {beside}")
     return 0
