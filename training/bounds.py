@@ -11,7 +11,7 @@ MAX_SEED = 2**32 - 1  # seeds of steps and batches are made of it, within 64 bit
 
 
 def check_least(sizes: Any, least: Mapping[str, int], flags: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first size below its least value.
+    """Raises ConfigError for the first size that is not at least its least value, as NaN is not.
 
     Args:
         sizes: Object with the sizes as attributes.
@@ -20,7 +20,7 @@ def check_least(sizes: Any, least: Mapping[str, int], flags: Mapping[str, str]) 
     """
     for name, bound in least.items():
         value = getattr(sizes, name)
-        if value < bound:
+        if not value >= bound:
             flag = flags.get(name, flag_of(name))
             raise ConfigError(f"{flag} must be at least {bound}, not {value}")
 

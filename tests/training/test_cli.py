@@ -64,6 +64,7 @@ def test_a_bundled_target_is_found_by_its_name(tmp_path: Path) -> None:
         (["--mask-token=8192"], "--mask-token must be in [0, 8191]"),
         (["--temperature=nan"], "--temperature must be at least 0, not nan"),
         (["--lr=nan"], "--lr must be a number above 0, not nan"),
+        (["--max-minutes=-1"], "--max-minutes must be at least 0, not -1"),
         (["--seed=-1"], "--seed must be in [0, 4294967295], not -1"),
         (["--seed=99999999999999999999"], "--seed must be in [0, 4294967295], not 9999"),
         (
@@ -94,6 +95,7 @@ def test_bad_input_leaves_no_folder(
         (["--validation={none}"], "no such file or folder"),
         (["--head-dim=15"], "--head-dim must be even, not 15"),
         (["--vocab-size=256"], "--vocab-size must be at least 257, not 256"),
+        (["--max-minutes=nan"], "--max-minutes must be at least 0, not nan"),
         (["--lr=0"], "--lr must be a number above 0, not 0"),
         (["--seed=-1"], "--seed must be in [0, 4294967295], not -1"),
     ],

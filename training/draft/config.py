@@ -13,6 +13,7 @@ _LEAST = {
     "draft_vocab_size": 0, "intermediate_size": 0, "block": 2, "draft_layers": 1, "streams": 1,
     "anchors": 1, "markov_rank": 1, "depth": 1, "topk": 1, "tree_tokens": 2, "eval_every": 0,
     "eval_prompts": 1, "eval_prompt": 1, "eval_new_tokens": 1, "checkpoint_every": 0,
+    "max_minutes": 0,
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from training.text_marks import copy_tokenizer, read_marks
 
 _LEAST = {
     "steps": 1, "warmup": 0, "batch": 1, "micro_batch": 1, "tokenizer_bytes": 1, "eval_every": 0,
-    "eval_bytes": 1, "checkpoint_every": 0,
+    "eval_bytes": 1, "checkpoint_every": 0, "max_minutes": 0,
 }  # fmt: skip
 _SHAPE_FLAGS = {
     "num_layers": "--layers", "hidden_size": "--hidden", "num_heads": "--heads",
