@@ -9,6 +9,7 @@ The default sizes are for a first try on a CPU. docs/training.md has those for a
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,8 @@ options = parser.parse_args()
 
 if not (options.target / "config.json").is_file():
     parser.error(f"--target {options.target}: no config.json; not a Hugging Face directory")
+if options.window < 4:
+    parser.error(f"--window must be at least 4, not {options.window}")
 # Few tokens in a step and many steps: so a head learns most in a minute of a CPU.
 vocab_size = json.loads((options.target / "config.json").read_text())["vocab_size"]
 command = [sys.executable, "-m", "training", "draft", "--algorithm=EAGLE3", "--no-compile"]
@@ -41,7 +44,8 @@ if status := subprocess.run(command, check=False).returncode:
 
 beside = Path(sys.executable).with_name("foredraft")
 program = "foredraft" if shutil.which("foredraft") or not beside.exists() else beside
+serve = [program, "serve", "--model-path", options.target, "--speculative-algorithm", "EAGLE3"]
 print(f"""
 Serve it:
-  {program} serve --model-path {options.target} --speculative-algorithm EAGLE3 \\
-      --speculative-draft-model-path {options.out}""")
+  {shlex.join(map(str, serve))} \\
+      {shlex.join(["--speculative-draft-model-path", str(options.out)])}""")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -73,11 +74,14 @@ def test_train_head(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.mkdir()
     (text / "all.txt").write_text((ROOT / "README.md").read_text() * 4)
-    out = tmp_path / "head"
+    out = tmp_path / "my head"
     sizes = ["--steps=4", "--windows=8", "--window=48"]
     texts = [f"--data={text}", f"--validation={text}"]
     output = run("train_head.py", f"--target={model}", *texts, f"--out={out}", *sizes)
-    assert "--speculative-algorithm EAGLE3" in output
+    serve = shlex.split(output.partition("Serve it:")[2].replace("\\\n", ""))
+    assert serve[1:4] == ["serve", "--model-path", str(model)]
+    assert serve[4:6] == ["--speculative-algorithm", "EAGLE3"]
+    assert serve[6:] == ["--speculative-draft-model-path", str(out)]
     measured = json.loads(output.splitlines()[0])
     assert measured["chain"]["txt"] >= 1
     assert measured["tree"]["txt"] >= 1
@@ -85,12 +89,21 @@ def test_train_head(model: Path, tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["architectures"]
 
 
-def test_train_head_names_a_target_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "train_head.py"), f"--target={tmp_path / 'none'}"]
-    command += [f"--data={tmp_path}", f"--out={tmp_path / 'head'}"]
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--target=none", "--target none: no config.json; not a Hugging Face directory\n"),
+        ("--window=3", "--window must be at least 4, not 3\n"),
+    ],
+)
+def test_train_head_names_what_it_cannot_take(
+    flag: str, message: str, model: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(FOLDER / "train_head.py"), f"--target={model}"]
+    command += [f"--data={tmp_path}", f"--out={tmp_path / 'head'}", flag]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2
-    assert ran.stderr.endswith("none: no config.json; not a Hugging Face directory\n")
+    assert ran.stderr.endswith(message)
 
 
 def test_all_are_run_and_listed() -> None:
