@@ -18,8 +18,8 @@ from foredraft.bench.sweep import Setting
 from foredraft.cli import serve, serve_config, stack
 from foredraft.config.algorithms import ALGORITHMS
 from foredraft.config.options import flag_of
-from foredraft.errors import ConfigError, ForedraftError
-from foredraft.models.registry import BUNDLED_DRAFTS
+from foredraft.errors import CheckpointError, ConfigError, ForedraftError
+from foredraft.models.registry import BUNDLED_DRAFTS, resolve_model_path
 
 _START_SECONDS = 600.0
 _ATTACH_SECONDS = 60.0
@@ -45,7 +45,8 @@ class StartedServers:
         """Returns the grid of the flags.
 
         Raises:
-            ConfigError: A flag is wrong, or an algorithm that was asked for cannot be served.
+            ConfigError: A flag is wrong, an algorithm that was asked for cannot be served, or a
+                draft cannot be had.
         """
         drafts = dict(
             BUNDLED_DRAFTS if self.model == "foredraft-demo" and not arguments.draft else {}
@@ -68,6 +69,11 @@ class StartedServers:
                 raise ConfigError(
                     f"--algorithm {name}: no tree of these sizes can be served{remedy}"
                 )
+        for name, path in {one.algorithm: one.draft for one in found if one.draft}.items():
+            try:
+                resolve_model_path(path, bins=ALGORITHMS[name].reads_hidden)
+            except CheckpointError as error:
+                raise ConfigError(f"--draft {name}: {error}") from None
         return found
 
     @contextlib.contextmanager

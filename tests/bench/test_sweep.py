@@ -195,6 +195,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture
+def broken_draft(tmp_path: Path) -> Path:
+    """A folder of a model that cannot be served."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
 def sweep(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     small = ["--batch-size", "1", "--temperature", "0", "--num-prompts", "2", "--output-len", "8"]
     code = bench.main(["speculative", "--disable-tqdm", *small, *argv])
@@ -204,7 +213,7 @@ def sweep(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_real_sweep_goes_on_and_names_flags(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, broken_draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "found.json"
     argv = ["--model-path", str(model), "--algorithm", "NGRAM", "--output-file", str(path)]
@@ -219,10 +228,10 @@ def test_a_real_sweep_goes_on_and_names_flags(
     }
     assert "plain decoding once more" in text
     assert f"foredraft serve --model-path {model}" in text
-    # A draft that cannot be had fails alone; the rest is known.
-    missing = ["--draft", f"STANDALONE={tmp_path}/none", "--algorithm", "NGRAM", "STANDALONE"]
+    # A draft that cannot be served fails alone; the rest is known.
+    broken = ["--draft", f"STANDALONE={broken_draft}", "--algorithm", "NGRAM", "STANDALONE"]
     plot = ["--plot", str(tmp_path / "heat.png")]
-    code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", *missing, *plot, *behind)
+    code, text = sweep(capsys, *argv, "--num-draft-tokens", "4", *broken, *plot, *behind)
     assert code == 0, text
     assert "2 known" in text
     assert "STANDALONE 4/1/5" in text
@@ -239,12 +248,12 @@ def test_a_real_sweep_goes_on_and_names_flags(
 
 @pytest.mark.slow
 def test_a_sweep_in_which_every_draft_failed_has_not_found_the_best(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, broken_draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--model-path", str(model), "--output-file", str(tmp_path / "found.json")]
-    missing = ["--draft", f"STANDALONE={tmp_path}/none", "--algorithm", "STANDALONE"]
+    broken = ["--draft", f"STANDALONE={broken_draft}", "--algorithm", "STANDALONE"]
     behind = ["--", "--num-threads", "1", "--max-total-tokens", "4096", "--device", "cpu"]
-    code, text = sweep(capsys, *argv, *missing, *behind)
+    code, text = sweep(capsys, *argv, *broken, *behind)
     assert code == 1
     assert "STANDALONE 4/1/5" in text
     assert "nothing could be compared with plain decoding" in text
@@ -318,6 +327,7 @@ def test_only_our_own_servers_have_trees(capsys: pytest.CaptureFixture[str]) -> 
         (["--plot", "/no/such/heat.png"], "--plot: /no/such is no folder"),
         (["--plot", "heat.txt"], "--plot: heat.txt is no picture; take .png"),
         (["--", "--speculative-num-steps", "3"], "--speculative-num-steps"),
+        (["--draft", "EAGLE3=/no/such/head"], "--draft EAGLE3: /no/such/head: no such directory"),
         (["--dataset-path", "/no/such/file"], "--dataset-path"),
         (["--draft", "EAGLE3=x", "--algorithm", "DFLASH"], "--draft DFLASH=PATH"),
         (
