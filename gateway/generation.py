@@ -222,6 +222,9 @@ class Generator:
                     finish = await _account(ticket, len(job.prompt))
                     break
                 outputs = await ticket.take()
+            if tokens and finish.error.code == verify_pb2.ERROR_CODE_INVALID_ARGUMENT:
+                # What came with the failure is text like any other; nobody runs the job again.
+                yield Chunk(choice, text, tokens, steps=decoder.take_steps(), prompt_logprobs=found)
             raise_failure(finish, connection, job)
             if job.sampling.max_new_tokens:
                 tail, rest = decoder.flush()

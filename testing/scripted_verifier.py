@@ -30,11 +30,18 @@ class Conversation:
             output.finish.CopyFrom(verify_pb2.Finish(**finish))  # type: ignore[arg-type]
         await self.outbox.put(verify_pb2.RunResponse(outputs=[output]))
 
-    async def fail(self, id: int, code: int, message: str = "scripted", **error: object) -> None:
-        """Refuses a request."""
+    async def fail(
+        self,
+        id: int,
+        code: int,
+        message: str = "scripted",
+        tokens: Sequence[int] = (),
+        **error: object,
+    ) -> None:
+        """Refuses a request, or ends it behind some tokens."""
         finish = verify_pb2.Finish(reason=verify_pb2.FINISH_REASON_ERROR)
         finish.error.CopyFrom(verify_pb2.Error(code=code, message=message, **error))  # type: ignore[arg-type]
-        output = verify_pb2.SequenceOutput(id=id, finish=finish)
+        output = verify_pb2.SequenceOutput(id=id, tokens=tokens, finish=finish)
         await self.outbox.put(verify_pb2.RunResponse(outputs=[output]))
 
     async def wait(self, condition: Callable[[], object], seconds: float = 20.0) -> None:

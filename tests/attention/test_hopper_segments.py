@@ -98,6 +98,9 @@ def test_lists_each_segment_once_and_large_ones_first(is_branched, limit):
         ({"rows": 17}, False),  # too many lines
         ({"group": 4, "rows": 32}, True),
         ({"batch": 66}, False),  # enough programs without
+        ({"batch": 66, "rows": 8}, False),
+        ({"batch": 66, "rows": 8, "is_tree": True}, True),  # whose keys Triton reads several times
+        ({"batch": 66, "rows": 4, "is_tree": True}, False),
         ({"dtype": torch.float16}, False),
         ({"head_dim": 256}, False),
         ({"page_size": 32}, False),
@@ -108,10 +111,8 @@ def test_takes_steps_that_it_can(monkeypatch, settings, is_taken):
     rows, page_size = settings.get("rows", 1), settings.get("page_size", PAGE_SIZE)
     dtype, head_dim = settings.get("dtype", torch.bfloat16), settings.get("head_dim", 128)
     kv = PagedKV(1, 600, page_size, 2, head_dim, dtype, "cpu")
-    spans = [
-        SequenceSpan(index * rows, np.arange(900, 900 + rows), np.arange(60), 0, 900, 900)
-        for index in range(settings.get("batch", 4))
-    ]
+    sizes = [(900, rows, settings.get("is_tree", False))] * settings.get("batch", 4)
+    spans, _ = spans_of(sizes, np.random.default_rng(0))
     group = settings.get("group", 8)
     plan = plan_of_spans(batch_of(spans, page_size), kv, group)
     assert hopper_segments.takes(plan, group) == is_taken

@@ -54,6 +54,18 @@ def test_a_stream_that_breaks_later_ends_with_a_retryable_error(rig: Rig) -> Non
     assert lost.value.code() == grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
 
 
+def test_text_that_comes_with_a_failure_is_streamed(rig: Rig) -> None:
+    async def script(talk: Conversation, submit: Submit) -> None:
+        code = verify_pb2.ERROR_CODE_INVALID_ARGUMENT
+        await talk.fail(submit.id, code, tokens=TOKENS, field="grammar")
+
+    rig.verifier.script = script
+    text, last = rig.stream()
+    assert text == TEXT
+    assert last["error"]["param"] == "structured_outputs"
+    assert rig.http.post("/v1/completions", json=BODY).status_code == 400
+
+
 def test_an_answer_that_nobody_saw_survives_the_loss(rig: Rig) -> None:
     async def script(talk: Conversation, submit: Submit) -> None:
         if len(rig.verifier.submitted) == 1:

@@ -162,14 +162,13 @@ class Outcomes:
         path = verified.path
         accepted = [row - 1 for row in path[1:]] if len(path) > 1 else []
         num_kept, reason = sequence.append_tokens(verified.tokens)
-        if sequence.grammar is not None and sequence.grammar.failure is not None:
-            why = sequence.grammar.failure
-            if sequence.limits is not None:
-                why += "; bad_words and allowed_token_ids may leave nothing that it allows"
-            error = InvalidRequest("grammar", why)
-            self._scheduler.finish(sequence, FinishReason.ERROR)
-            self.finish(sequence, FinishReason.ERROR, error)
-            return
+        error = _grammar_failure(sequence)
+        if error is not None:
+            reason = sequence.finish_reason = FinishReason.ERROR
+            if not num_kept:
+                self._scheduler.finish(sequence)
+                self.finish(sequence, reason, error)
+                return
         tokens = verified.tokens[:num_kept]
         self._scheduler.on_committed(sequence, num_chunk_tokens or num_kept)
         figures = self._speculation.of(self._drafts.name_of(sequence))
@@ -196,7 +195,7 @@ class Outcomes:
             self._live.queue(live, output)
             return
         self._scheduler.finish(sequence)
-        self.finish(sequence, reason, output=output)
+        self.finish(sequence, reason, error, output)
 
     def finish(
         self,
@@ -210,3 +209,13 @@ class Outcomes:
         self._sizes.forget(sequence)
         self._drafts.forget(sequence)
         self._live.finish(sequence, reason, error, output)
+
+
+def _grammar_failure(sequence: Sequence) -> InvalidRequest | None:
+    """Returns why a sequence cannot follow its grammar any further; None while it can."""
+    if sequence.grammar is None or sequence.grammar.failure is None:
+        return None
+    why = sequence.grammar.failure
+    if sequence.limits is not None:
+        why += "; bad_words and allowed_token_ids may leave nothing that it allows"
+    return InvalidRequest("grammar", why)

@@ -123,6 +123,23 @@ def test_a_grammar_that_leaves_no_allowed_token_ends_in_an_error() -> None:
     assert "allowed_token_ids" in str(finished(bad).error)
 
 
+def test_what_stands_before_a_failure_is_output(harness: Harness) -> None:
+    said = TOKENIZER.encode("Yes, the dog sat. " * 4)
+    grammar = compiled(GrammarKind.REGEX, "(Yes, the dog sat. ){3}No")
+    sampling = SamplingParams(allowed_token_ids=(*said,), max_new_tokens=64, temperature=0.0)
+    plain, drafted = (
+        harness.run([Job(said, sampling, grammar=grammar, speculation=asked)])[0]
+        for asked in (OFF, SpeculationParams())
+    )
+    harness.check_nothing_left()
+    assert text(plain) == "Yes, the dog sat. " * 3
+    for result in (plain, drafted):
+        assert reason(result) is FinishReason.ERROR
+        assert result.tokens == plain.tokens
+        assert finished(result).completion_tokens == len(result.tokens)
+    assert finished(drafted).accepted_tokens > 0
+
+
 def test_preempted_sequences_find_their_place_again() -> None:
     long = compiled(GrammarKind.REGEX, "([a-z]{1,6}( |, )){60}")
     flags = {"page_size": 8, "max_total_tokens": 8 * 23, "max_running_requests": 4}
