@@ -3,7 +3,9 @@ checksums.
 """
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,14 @@ def save_array(path: Path, array: np.ndarray) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON for people: indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Returns a run's settings, a dataclass, as plain values for JSON; None where there is no
+    limit.
+    """
+    values = json.loads(json.dumps(asdict(config), default=str))
+    return {name: None if value == math.inf else value for name, value in values.items()}
 
 
 def to_bf16(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -79,7 +79,8 @@ def test_the_loss_falls_far_below_that_of_a_uniform_guess(trained: Path) -> None
     losses = [entry["loss"] for entry in log if "loss" in entry]
     assert losses[-1] < losses[0] - 1
     assert losses[-1] < 2.5
-    report = json.loads((trained / "training.json").read_text())
+    # Without a limit on minutes the text holds no constant that is not JSON.
+    report = json.loads((trained / "training.json").read_text(), parse_constant=pytest.fail)
     assert report["heldout"]["py"]["bits_per_byte"] < 2
     assert (trained / "curves.png").stat().st_size < 200_000
 

@@ -1,10 +1,9 @@
 """The training loop of `foredraft train draft`."""
 
-import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from training.draft.windows import (
     heldout_prompts,
     written_windows,
 )
-from training.export import write_json
+from training.export import settings_of, write_json
 from training.lm.model import LlamaShape
 from training.lm.optimizer import MuonAdamW, cosine_schedule
 from training.plots import plot_curves
@@ -304,7 +303,7 @@ class DraftTrainer:
             "draft_vocabulary_coverage": self.coverage,
             "chain": {domain: result.as_dict() for domain, result in chain.items()},
             "tree": {domain: result.as_dict() for domain, result in tree.items()},
-            "config": json.loads(json.dumps(asdict(config), default=str)),
+            "config": settings_of(config),
         }
         write_json(config.out / "training.json", report)
         self._plot()

@@ -1,10 +1,9 @@
 """The training loop of `foredraft train lm`: data, steps, checkpoints, logs, evaluation, export."""
 
-import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError, ConfigError
 from training.bounds import check_least, check_seed_and_rate
-from training.export import save_sharded, to_bf16, write_json
+from training.export import save_sharded, settings_of, to_bf16, write_json
 from training.lm.evaluate import DomainScore, heldout_texts, score_domains, token_losses
 from training.lm.loading import load_model
 from training.lm.model import Llama, LlamaShape
@@ -303,7 +302,7 @@ class LMTrainer:
             "tokens_in_corpus": self.num_tokens,
             "tokens_seen": self.step * config.batch * self.shape.context_length,
             "heldout": {domain: score.as_dict() for domain, score in scores.items()},
-            "config": json.loads(json.dumps(asdict(config), default=str)),
+            "config": settings_of(config),
         }
         write_json(out / "training.json", report)
         losses = self.log.having("loss")
