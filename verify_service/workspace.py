@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.attention.base import AttentionBackend, ForwardSizes
-from foredraft.attention.exact_triton import TILE
+from foredraft.attention.segments import TILE
 from foredraft.layers.exact_gemm import is_hopper
 from foredraft.layers.linear import Linear, ProductBytes
 from foredraft.layers.padded_rows import room, timed_size

@@ -6,16 +6,17 @@ and `fold` merges the segments that several programs have computed.
 import triton
 import triton.language as tl
 
-from foredraft.attention.exact_kernels import has_branches, shared_before
 from foredraft.attention.exact_tile_kernels import (
     add_tile,
     empty,
+    has_branches,
     is_start,
     load_query,
     load_sums,
     merge,
     merge_parts,
     segment_of,
+    shared_before,
 )
 from foredraft.attention.page_kernels import load_rows
 

@@ -10,12 +10,14 @@ from foredraft.attention.exact_tile_kernels import (
     add_scores,
     add_tile,
     empty,
+    has_branches,
     is_start,
     load_query,
     load_sums,
     merge,
     merge_parts,
     segment_of,
+    shared_before,
     start_of,
 )
 from foredraft.attention.page_kernels import load_pages, load_rows
@@ -57,30 +59,8 @@ def add_tiles(
 
 
 @triton.jit
-def shared_before(
-    shared_keys, num_slots, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr
-):
-    """Returns how many of a sequence's first keys were computed with those of others.
-
-    There is room for the sums of `num_slots` segments.
-    """
-    return tl.minimum(tl.load(shared_keys), start_of(num_slots, NEAR, SMALL, LARGE))
-
-
-@triton.jit
-def has_branches(positions, first_row, num_rows, prefix_len):
-    """Returns whether the rows are a tree with branches.
-
-    The last row of a chain is as many positions behind the root as there are rows before it; the
-    last row of a tree with branches is not.
-    """
-    last = tl.load(positions + first_row + num_rows - 1).to(tl.int32)
-    return last - prefix_len != num_rows - 1
-
-
-@triton.jit
 def add_paths(
-    q, k_ptr, v_ptr, leaf_ends, leaf_slots, first_row, prefix_len, table, start, end, row_leaf, begin_leaf, end_leaf,
+    q, k_ptr, v_ptr, leaf_ends, leaf_slots, first_row, prefix_len, table, start, last_position, row_leaf, begin_leaf, end_leaf,
     newest, oldest, best, total, acc, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     OWN: tl.constexpr, GRAIN: tl.constexpr, HAS_ROOM: tl.constexpr, PRECISION: tl.constexpr,
@@ -95,11 +75,12 @@ def add_paths(
 
     Args:
         table: Page table of the sequence.
-        end: Position of the last row of the block.
+        last_position: Largest position of the block's rows, included.
         row_leaf: Place of each row's leaf; `begin_leaf` to `end_leaf` are all of them.
         newest: Position of each row.
+        HAS_ROOM: Whether shared memory holds all four tiles at once, see `device_limits.has_room`.
     """
-    stop = tl.minimum(start + TILE, end + 1)
+    stop = tl.minimum(start + TILE, last_position + 1)
     own_start = tl.maximum(start, prefix_len // GRAIN * GRAIN)
     # Columns of a row: a power of two of groups.
     width = tl.where(
@@ -181,24 +162,31 @@ def attend(
     AT_ONCE: tl.constexpr, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr, SHARED: tl.constexpr, BEHIND: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes all segments, or every `num_splits`th, of one block of a sequence's rows under one
-    KV head.
+    """Computes attention of one block of a sequence's rows under one KV head.
 
-    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group. Of a
-    tree with branches and distributed segments this kernel computes the tiles before the tree, and
-    `fold` all else.
+    Row m of a block is row m // GROUP of the sequence under query head m % GROUP of the group.
+    `ExactAttention.attend` launches it in these forms:
+
+    - Without SPLIT one program computes all segments of a sequence, and writes `out_ptr`. If there
+      is a `limit`, longer sequences are left to a `SegmentKernel`.
+    - With SPLIT `num_splits` programs compute every `num_splits`th segment each, and write sums to
+      `part_*`, which `fold` merges. With TOGETHER too, the first of them computes a sequence of at
+      most `limit` keys whole.
+    - SHARED, before one of the others: only keys that several sequences share. Such a group is the
+      "sequence" then: its rows stand in `row_index`, and each sees all of its `prefix_lens` keys.
+      The launch after it has BEHIND: it goes on from there, and `limit` counts only keys after
+      those.
+
+    Where segments of a tree with branches are distributed, this kernel computes the tiles before
+    the tree, and `fold` all else.
 
     Args:
         row_leaves, leaf_ends, leaf_slots: What `find_paths` has written.
-        LEAF_ROWS: Number of rows among which rows share a leaf.
-        SPLIT: Whether the segments of a sequence of more than `limit` keys are distributed to
-            several programs; `fold` merges them. Without SPLIT such a sequence is left out if there
-            is a limit.
-        TOGETHER: Whether there may be sequences of fewer keys.
-        SHARED: Whether this launch computes no more than the keys that sequences share. Then a
-            "sequence" is a group of sequences whose page tables begin alike: its rows stand in
-            `row_index`, and each of them sees all of its `prefix_lens` keys.
-        BEHIND: Whether a launch with SHARED has computed the first `shared_keys` of each sequence.
+        TOGETHER: Whether one program may compute a sequence whole.
+        BRANCHED: Whether there may be trees with branches.
+        LISTED: Whether `blocks` says each program's sequence and block.
+        TILES, OWN, GRAIN, LEAF_ROWS, HAS_ROOM: See `find_paths` and `add_paths`.
+        AT_ONCE: See `merge_parts`.
     """
     kv_head = tl.program_id(1)
     if LISTED:
@@ -326,6 +314,8 @@ def attend(
                 part_best, part_total, part_acc, part + last_shared, is_row & (behind > 0), HEAD_DIM, BLOCK_D
             )  # fmt: skip
         if BLOCK_M == 128:
+            # Blocks of prompts: scores of a tile are computed beside the sums of the tile before,
+            # and tiles that all rows see are not masked. The bits are the same.
             sums = best, total, acc, all_best, all_total, all_acc
             whole_end = begin
             if not WINDOWED:  # up to here every row of the block sees every key

@@ -35,6 +35,28 @@ def is_start(key, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr):
 
 
 @triton.jit
+def shared_before(
+    shared_keys, num_slots, NEAR: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr
+):
+    """Returns how many of a sequence's first keys were computed with those of others.
+
+    They are at most those of `num_slots` segments: there is room for no more sums.
+    """
+    return tl.minimum(tl.load(shared_keys), start_of(num_slots, NEAR, SMALL, LARGE))
+
+
+@triton.jit
+def has_branches(positions, first_row, num_rows, prefix_len):
+    """Returns whether the rows are a tree with branches.
+
+    The last row of a chain is as many positions behind the root as there are rows before it; the
+    last row of a tree with branches is not.
+    """
+    last = tl.load(positions + first_row + num_rows - 1).to(tl.int32)
+    return last - prefix_len != num_rows - 1
+
+
+@triton.jit
 def add_tile(q, k, v, seen, best, total, acc, scale, TILE: tl.constexpr, PRECISION: tl.constexpr):
     """Adds one tile of keys to the earlier ones of their segment; `scale` includes log2(e)."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)

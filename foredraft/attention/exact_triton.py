@@ -5,7 +5,6 @@ rows all segments of a block of rows. Neither this choice nor the size of a bloc
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,6 +12,15 @@ from typing import Any, cast
 import torch
 
 from foredraft.attention.base import AttentionBackend, Batch, ForwardSizes
+from foredraft.attention.segments import (
+    LARGE,
+    NEAR,
+    SMALL,
+    TILE,
+    PartialSums,
+    SegmentKernel,
+    segment_of,
+)
 from foredraft.attention.triton_plan import (
     SharedKeys,
     TreePaths,
@@ -24,10 +32,6 @@ from foredraft.device_limits import compute_units, has_room
 from foredraft.kernel_launch import VARIANTS, few_variants, overlapped, power_of_two
 from foredraft.kvcache.paged_kv import PagedKV
 
-# Number of keys of a tile, position NEAR, and number of keys of a segment before and after NEAR.
-# Short contexts are cut finely, since the time of one segment is the time of a layer there; the
-# many sums of a long context would take time themselves. Each of these numbers changes texts.
-TILE, NEAR, SMALL, LARGE = 64, 1024, 128, 512
 # Maximum number of keys of a sequence whose segments one program computes, where other sequences
 # keep the device busy.
 _SHORT = 2048
@@ -52,12 +56,13 @@ class _Layout:
     """Describes how a step of one shape is cut into programs.
 
     Attributes:
-        block_m: Rows of a block times query heads of a KV head.
+        block_m: Number of lines of a block: rows times query heads of a KV head.
         row_blocks: Number of blocks of each sequence, where blocks are not listed.
-        programs: Number of blocks in all.
+        num_blocks: Number of blocks in all.
         num_splits: Number of programs that the segments of a block are distributed to; 1 where one
             program computes all of them.
-        limit: Maximum number of keys of a sequence whose segments one program computes.
+        limit: Maximum number of keys of a sequence whose segments one program computes, though
+            `num_splits` is more; 0 if there is no such sequence.
         num_slots: Number of sums stored for each row and head.
         shared_splits: Number of programs that the shared segments of some sequences are distributed
             to; 0 without shared keys.
@@ -65,58 +70,11 @@ class _Layout:
 
     block_m: int
     row_blocks: int
-    programs: int
+    num_blocks: int
     num_splits: int
     limit: int
     num_slots: int
     shared_splits: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PartialSums:
-    """Holds what segments leave for `fold`, for each line: a row under one query head.
-
-    Attributes:
-        acc: float32 [lines * num_slots, head_dim], sums of values.
-        best, total: float32 [lines * num_slots], largest score and sum of weights.
-        num_slots: Number of segments that there is room for.
-    """
-
-    acc: torch.Tensor
-    best: torch.Tensor
-    total: torch.Tensor
-    num_slots: int
-
-
-class SegmentKernel(ABC):
-    """Computes the sums of segments in place of `exact_kernels.attend`, with the same bits."""
-
-    @abstractmethod
-    def plan(self, plan: TritonPlan, group_size: int, limit: int) -> Any:
-        """Prepares a step whose segments are distributed to programs; None if it is not for this
-        kernel.
-
-        Args:
-            limit: Number of keys up to which a sequence is left to `exact_kernels.attend`.
-        """
-
-    @abstractmethod
-    def attend(
-        self,
-        listed: Any,
-        plan: TritonPlan,
-        queries: torch.Tensor,
-        layer: int,
-        scale: float,
-        sums: PartialSums,
-    ) -> None:
-        """Computes the sums of all segments; of trees with branches the whole tiles before the tree.
-
-        Args:
-            listed: What `plan` has returned.
-            scale: Factor of the scores, with log2(e).
-            sums: Written.
-        """
 
 
 class ExactAttention(AttentionBackend):
@@ -131,11 +89,11 @@ class ExactAttention(AttentionBackend):
 
     def block_rows(self, max_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
         """See AttentionBackend."""
-        return _block_rows(max_rows * group_size, dtype, kv)
+        return _block_lines(max_rows * group_size, dtype, kv)
 
     def shared_rows(self, num_rows: int, group_size: int, dtype: torch.dtype, kv: PagedKV) -> int:
         """See AttentionBackend."""
-        return _block_rows(num_rows * group_size, dtype, kv) // group_size
+        return _block_lines(num_rows * group_size, dtype, kv) // group_size
 
     def cuts_keys(
         self, batch: int, max_rows: int, num_keys: int, group_size: int, kv: PagedKV
@@ -144,7 +102,7 @@ class ExactAttention(AttentionBackend):
         num_lines = batch * max_rows * group_size
         with few_variants(cut_keys=True):
             max_rows = rows_outside_graphs(max_rows, group_size)
-            block_m = _block_rows(max_rows * group_size, kv.data.dtype, kv)
+            block_m = _block_lines(max_rows * group_size, kv.data.dtype, kv)
             programs = batch * -(-max_rows * group_size // block_m)
             return _num_splits(programs, block_m, num_keys, num_lines, kv) > 1
 
@@ -204,14 +162,14 @@ class ExactAttention(AttentionBackend):
         k_scale, v_scale = kv.scales[layer]
         arrays = (queries, keys, values, out, parts, best, total)
         lengths = plan.first_row, plan.num_rows, plan.prefix_len, plan.positions
-        shared_keys = plan.first_row if shared is None else shared.keys
+        unread = plan.first_row  # stands for tensors that a launch does not read
+        shared_keys = unread if shared is None else shared.keys
         scales = (
             scale * k_scale * math.log2(math.e), v_scale, window or 0, keys.stride(0), queries.stride(0),
             queries.stride(1), layout.num_slots,
         )  # fmt: skip
         is_split, is_branched = layout.num_splits > 1, plan.tail_mask is not None
-        of_rows = plan.first_row  # not read without branches
-        paths = plan.paths or TreePaths(of_rows[:, None], of_rows, of_rows, of_rows[:, None])
+        paths = plan.paths or TreePaths(unread[:, None], unread, unread, unread[:, None])
         of_leaves = paths.row_leaves, paths.leaf_ends, paths.leaf_slots
         room = has_room(keys.device)
         options: dict[str, Any] = {
@@ -226,13 +184,13 @@ class ExactAttention(AttentionBackend):
             "LEAF_ROWS": _leaf_rows(group),
         }  # fmt: skip
         if shared is not None:
-            block_m = _block_rows(num_tokens * group, queries.dtype, kv)
+            block_m = _block_lines(num_tokens * group, queries.dtype, kv)
             others = options | for_tiles | {"BRANCHED": False, "BEHIND": False}
             exact_kernels.attend[(len(shared.num_rows), kv_heads, layout.shared_splits)](
                 *arrays, shared.page_tables, *of_leaves, shared.first_row, shared.num_rows, shared.num_keys, plan.positions,
-                shared.keys, *scales, 0, shared.first_row, 1, shared.row_index, shared.page_tables.stride(0),
+                shared.keys, *scales, 0, unread, 1, shared.row_index, shared.page_tables.stride(0),
                 layout.shared_splits, **others, BLOCK_M=block_m, SPLIT=True, TOGETHER=False, LISTED=False, SHARED=True,
-                AT_ONCE=1, **_tiles(block_m, head_dim, queries.dtype, room),
+                AT_ONCE=1, **_warps_and_stages(block_m, head_dim, queries.dtype, room),
             )  # fmt: skip
         if segments is not None:
             assert self._segments is not None
@@ -240,13 +198,13 @@ class ExactAttention(AttentionBackend):
             self._segments.attend(segments, plan, queries, layer, scales[0], sums)
         if segments is None or layout.limit:
             splits = layout.num_splits if segments is None else 1
-            blocks = plan.first_row if plan.blocks is None else plan.blocks
-            exact_kernels.attend[(layout.programs, kv_heads, splits)](
+            blocks = unread if plan.blocks is None else plan.blocks
+            exact_kernels.attend[(layout.num_blocks, kv_heads, splits)](
                 *arrays, plan.page_tables, *of_leaves, *lengths, shared_keys, *scales, layout.limit, blocks, layout.row_blocks,
-                plan.first_row, plan.page_tables.stride(0), splits, **options, **for_tiles,
+                unread, plan.page_tables.stride(0), splits, **options, **for_tiles,
                 BLOCK_M=layout.block_m, SPLIT=splits > 1, TOGETHER=splits == 1 or layout.limit > 0,
                 LISTED=plan.blocks is not None, SHARED=False, AT_ONCE=max(1, _MOST_AT_ONCE // layout.block_m),
-                **_tiles(layout.block_m, head_dim, queries.dtype, room),
+                **_warps_and_stages(layout.block_m, head_dim, queries.dtype, room),
             )  # fmt: skip
         if not is_split:
             return
@@ -263,18 +221,23 @@ class ExactAttention(AttentionBackend):
         )  # fmt: skip
 
 
-def _block_rows(num_rows: int, dtype: torch.dtype, kv: PagedKV) -> int:
+def _block_lines(num_lines: int, dtype: torch.dtype, kv: PagedKV) -> int:
+    """Returns the number of lines of a block for sequences of up to `num_lines`; a line is a row
+    under one query head.
+    """
     if dtype == torch.float32:  # no matrix units: small tiles and many threads, or registers spill
         return 16
-    most = 64 if kv.data.shape[-1] > 128 or num_rows <= 256 else 128
+    most = 64 if kv.data.shape[-1] > 128 or num_lines <= 256 else 128
     if kv.is_8_bit:
         # Triton feeds converted 8-bit numbers to the matrix units in one order for smaller blocks
         # and in another for larger ones.
         most = 32
-    return min(most, max(16, power_of_two(num_rows)))
+    return min(most, max(16, power_of_two(num_lines)))
 
 
-def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, has_room: bool) -> dict[str, int]:
+def _warps_and_stages(
+    block_m: int, head_dim: int, dtype: torch.dtype, has_room: bool
+) -> dict[str, int]:
     if dtype == torch.float32:
         return {"num_warps": 8, "num_stages": 1}
     wide = head_dim > 128
@@ -287,21 +250,24 @@ def _tiles(block_m: int, head_dim: int, dtype: torch.dtype, has_room: bool) -> d
 def _layout(
     plan: TritonPlan, shared: SharedKeys | None, group: int, num_tokens: int, dtype: torch.dtype
 ) -> _Layout:
+    """Decides how a step is cut; depends on `VARIANTS` of this thread."""
     kv = plan.kv
     is_branched = plan.tail_mask is not None
-    block_m = _block_rows(plan.max_rows * group, dtype, plan.kv)
+    block_m = _block_lines(plan.max_rows * group, dtype, plan.kv)
     row_blocks = -(-plan.max_rows * group // block_m)
-    programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
+    num_blocks = len(plan.num_rows) * row_blocks
+    if plan.blocks is not None:
+        num_blocks = plan.blocks.shape[1]
     if is_branched and plan.blocks is None:
         small = min(block_m, TREE_LINES)
         small_blocks = -(-plan.max_rows * group // small)
         in_all = len(plan.num_rows) * small_blocks
         if VARIANTS.are_few or in_all * kv.num_kv_heads >= compute_units(kv.data.device):
-            block_m, row_blocks, programs = small, small_blocks, in_all
+            block_m, row_blocks, num_blocks = small, small_blocks, in_all
     num_keys = plan.page_tables.shape[1] * kv.page_size
     num_splits = 1
     if plan.blocks is None and not (VARIANTS.are_few and (is_branched or not VARIANTS.cut_keys)):
-        num_splits = _num_splits(programs, block_m, num_keys, num_tokens * group, kv)
+        num_splits = _num_splits(num_blocks, block_m, num_keys, num_tokens * group, kv)
     num_slots = shared_splits = 0
     if num_splits > 1 or shared is not None:
         num_slots = segment_of(num_keys - 1) + 1
@@ -309,41 +275,36 @@ def _layout(
         slot_bytes = num_tokens * group * kv.num_kv_heads * _part_bytes(kv.data.shape[-1])
         num_slots = min(num_slots, _MOST_PART_BYTES // slot_bytes)
         shared_splits = _splits_of(len(shared.num_rows), num_slots, kv)
-    is_busy = programs * kv.num_kv_heads >= compute_units(kv.data.device)
+    is_busy = num_blocks * kv.num_kv_heads >= compute_units(kv.data.device)
     limit = _SHORT if num_splits > 1 and (VARIANTS.are_few or is_busy) else 0
-    return _Layout(block_m, row_blocks, programs, num_splits, limit, num_slots, shared_splits)
+    return _Layout(block_m, row_blocks, num_blocks, num_splits, limit, num_slots, shared_splits)
 
 
-def _num_splits(programs: int, block_m: int, num_keys: int, num_lines: int, kv: PagedKV) -> int:
+def _num_splits(num_blocks: int, block_m: int, num_keys: int, num_lines: int, kv: PagedKV) -> int:
     """Returns the number of programs that the segments of a block of rows are distributed to.
 
     Args:
-        programs: Number of blocks of rows.
+        num_blocks: Number of blocks of rows.
         num_lines: Number of rows times query heads of a KV head.
     """
-    in_all, units = programs * kv.num_kv_heads, compute_units(kv.data.device)
+    in_all, units = num_blocks * kv.num_kv_heads, compute_units(kv.data.device)
     num_segments = segment_of(num_keys - 1) + 1
     part_bytes = num_lines * kv.num_kv_heads * num_segments * _part_bytes(kv.data.shape[-1])
     is_many = block_m == 128 and 2 * in_all >= units  # storing the sums of all rows would take long
     is_short = VARIANTS.are_few and num_keys <= _SHORT
     if is_many or is_short or part_bytes > _MOST_PART_BYTES:
         return 1
-    return _splits_of(programs, num_segments, kv)
+    return _splits_of(num_blocks, num_segments, kv)
 
 
-def _splits_of(programs: int, num_segments: int, kv: PagedKV) -> int:
+def _splits_of(num_blocks: int, num_segments: int, kv: PagedKV) -> int:
     most = _PROGRAMS_PER_UNIT * compute_units(kv.data.device)
-    return max(1, min(num_segments, most // (programs * kv.num_kv_heads)))
+    return max(1, min(num_segments, most // (num_blocks * kv.num_kv_heads)))
 
 
 def _part_bytes(head_dim: int) -> int:
     """Returns the bytes of a row's partial sum of one head: numbers, maximum and total."""
     return (head_dim + 2) * 4
-
-
-def segment_of(key: int) -> int:
-    """Returns the index of the segment that a key is in."""
-    return key // SMALL if key < NEAR else NEAR // SMALL + (key - NEAR) // LARGE
 
 
 def _leaf_rows(group: int) -> int:
@@ -365,7 +326,7 @@ def _find_paths(plan: TritonPlan, group: int, num_tokens: int) -> TreePaths:
     assert tail_positions is not None
     tiles = -(-(TILE - 1 + mask.shape[1]) // TILE)
     # Programs enumerate blocks as in `fold`; listed blocks have the size of their list.
-    block_m = _block_rows(plan.max_rows * group, kv.data.dtype, kv)
+    block_m = _block_lines(plan.max_rows * group, kv.data.dtype, kv)
     row_blocks = -(-plan.max_rows * group // block_m)
     programs = plan.blocks.shape[1] if plan.blocks is not None else len(plan.num_rows) * row_blocks
     per_row = ((tiles * TILE,), (), (), (tiles * TILE,))

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import Batch, SequenceSpan
-from foredraft.attention.exact_triton import LARGE, NEAR, SMALL, TILE
 from foredraft.attention.prompts import PROMPT_ROWS, PromptPlan, PromptsApart
+from foredraft.attention.segments import LARGE, NEAR, SMALL, TILE
 from foredraft.attention.triton_plan import TritonPlan
 from foredraft.device_limits import compute_units
 from foredraft.kvcache.paged_kv import PagedKV

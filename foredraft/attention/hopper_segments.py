@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from foredraft.attention.exact_triton import (
+from foredraft.attention.exact_triton import TREE_LINES
+from foredraft.attention.segments import (
     LARGE,
     NEAR,
     SMALL,
     TILE,
-    TREE_LINES,
     PartialSums,
     SegmentKernel,
     segment_of,

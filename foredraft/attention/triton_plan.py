@@ -81,13 +81,13 @@ class TritonPlan:
             indexes.
         max_rows: Maximum number of rows of a sequence.
         num_splits: Number of parts that keys are cut into and computed side by side; a power of
-            two. See `splits_for`.
+            two. See `splits_for`. For `paged_triton` only.
         blocks: int32 [2, N]: sequence and block of rows of each program, see
             `AttentionBackend.block_rows`; a block after the sequence's last is padding. None gives
             each sequence as many blocks as `max_rows` need.
         balance: Builds split-KV work lists on the device, with the plan of level 0; see
             `TritonAttention.plan`. None cuts each sequence into `num_splits` parts. Not with
-            `blocks` or `is_causal`.
+            `blocks` or `is_causal`; for `paged_triton` only.
         level: Index of this plan's level in `balance`.
         paths: Keys of the paths of trees; for `exact_triton` only.
         shared: Leading keys that are read once for several sequences; for `exact_triton` only.

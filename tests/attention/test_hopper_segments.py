@@ -10,9 +10,10 @@ import torch
 
 from foredraft.attention import hopper_segments
 from foredraft.attention.base import Batch
-from foredraft.attention.exact_triton import LARGE, NEAR, SMALL, TILE, ExactAttention
+from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.hopper_prompts import has_kernel
 from foredraft.attention.hopper_segments import HopperSegments
+from foredraft.attention.segments import LARGE, NEAR, SMALL, TILE, PartialSums
 from foredraft.attention.triton_plan import plan_of_spans
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
@@ -201,7 +202,7 @@ def test_compiles_for_the_card_and_fits(monkeypatch, head_dim, rows, programs_pe
         torch.zeros(30, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     )
     lines = torch.zeros(rows * 32 * 10)
-    sums = hopper_segments.PartialSums(lines[:, None].expand(-1, head_dim), lines, lines, 10)
+    sums = PartialSums(lines[:, None].expand(-1, head_dim), lines, lines, 10)
     HopperSegments().attend(listed, plan, queries, 0, 0.1, sums)
     (used,) = recorder.shared_memory(90)
     assert programs_per_unit * (used + 1024) <= SHARED[90] + 1024

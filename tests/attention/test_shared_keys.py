@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from foredraft.attention.base import SequenceSpan
-from foredraft.attention.exact_triton import TILE, ExactAttention
+from foredraft.attention.exact_triton import ExactAttention
+from foredraft.attention.segments import TILE
 from foredraft.attention.triton_plan import SharedKeys, TritonPlan, plan_of_spans
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask

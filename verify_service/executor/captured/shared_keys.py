@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from foredraft.attention.base import AttentionBackend
-from foredraft.attention.exact_triton import TILE
+from foredraft.attention.segments import TILE
 from foredraft.attention.triton_plan import SharedKeys
 from foredraft.kvcache.paged_kv import PagedKV
 from verify_service.executor.records import STEP
