@@ -63,9 +63,7 @@ class Generator:
             ForedraftError: A limit or the verifier refused the job, the verifier was lost, or the
                 deadline passed.
         """
-        name = (job.caller.name, job.name)
-        if name in self._running:
-            raise InvalidRequest("request_id", f"{job.name!r} is running already")
+        name = self._free_name(job)
         running = self._running[name] = _Running(job.call)
         self._idle.clear()
         try:
@@ -87,15 +85,19 @@ class Generator:
             if not self._running:
                 self._idle.set()
 
-    async def stream_all(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Chunk], None]:
+    async def stream_all(
+        self, jobs: Sequence[Job], *, whole: bool = False
+    ) -> AsyncGenerator[tuple[int, Chunk], None]:
         """Streams the jobs of a call like `stream`; each chunk comes with its job's index."""
         if len(jobs) == 1:
-            async with contextlib.aclosing(self.stream(jobs[0])) as chunks_of_one:
+            async with contextlib.aclosing(self.stream(jobs[0], whole=whole)) as chunks_of_one:
                 async for chunk in chunks_of_one:
                     yield 0, chunk
             return
+        for job in jobs:  # a call that is refused costs its key nothing
+            self._free_name(job)
         with _reserved(jobs) as charge:
-            streams = [self.stream(job, charge=charge) for job in jobs]
+            streams = [self.stream(job, whole=whole, charge=charge) for job in jobs]
             async with contextlib.aclosing(merge(streams)) as chunks:
                 async for item in chunks:
                     yield item
@@ -107,12 +109,17 @@ class Generator:
             ForedraftError: A job failed like in `stream`, which ends all of them.
         """
         found: list[list[Chunk]] = [[] for _ in jobs]
-        with _reserved(jobs) as charge:
-            streams = [self.stream(job, whole=True, charge=charge) for job in jobs]
-            async with contextlib.aclosing(merge(streams)) as chunks:
-                async for i, chunk in chunks:
-                    found[i].append(chunk)
+        async with contextlib.aclosing(self.stream_all(jobs, whole=True)) as chunks:
+            async for i, chunk in chunks:
+                found[i].append(chunk)
         return [sorted(chunks, key=lambda chunk: chunk.index) for chunks in found]
+
+    def _free_name(self, job: Job) -> tuple[str, str]:
+        """Returns the name that a job runs under; refuses one that is running."""
+        name = (job.caller.name, job.name)
+        if name in self._running:
+            raise InvalidRequest("request_id", f"{job.name!r} is running already")
+        return name
 
     def abort(self, name: str) -> int:
         """Aborts the current caller's jobs whose own name or call's name this is.

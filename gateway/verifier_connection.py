@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
-from foredraft.errors import ForedraftError, Overloaded, Unavailable
+from foredraft.errors import ConfigError, ForedraftError, Overloaded, Unavailable
 from foredraft.rpc.channel import aio_channel
 from foredraft.rpc.tls import Identity
 from gateway.errors import RequestTimeout, SlowClient
@@ -216,12 +216,23 @@ class VerifierConnection:
         self._channel = aio_channel(self.target, identity=self._identity)
         self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._version = version
+        self._version = self._seen = version
 
     async def _follow_certificate(self) -> None:
-        """Makes a new channel if the certificate has changed: a channel reads it once."""
-        version = self._identity and self._identity.version()
-        if version is None or version == self._version:
+        """Makes a new channel if the certificate has changed: a channel reads it once.
+
+        Files that do not fit together change nothing, which is logged once.
+        """
+        if self._identity is None:
+            return
+        version = self._identity.version()
+        if version in (None, self._version, self._seen):
+            return
+        self._seen = version
+        try:
+            self._identity.check("--service-tls-*")
+        except ConfigError as error:
+            logger.error("the certificate for the verifier stays as it was: %s", error)
             return
         old = self._channel
         self._open_channel()

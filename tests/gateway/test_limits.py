@@ -119,8 +119,11 @@ def test_concurrent_requests(held: Held) -> None:
 def test_a_name_belongs_to_its_caller(held: Held) -> None:
     with held.running("dave", request_id="mine"):
         assert held.ask("carol", **SHORT, request_id="mine").status_code == 200
+        charged = 'foredraft_gateway_key_tokens_total{key="dave",kind="prompt"}'
+        before = metric(held.page, charged)
         again = held.ask("dave", **SHORT, request_id="mine")
         assert again.json()["error"]["param"] == "request_id"
+        assert metric(held.page, charged) == before > 0
         assert held.ask("carol", "/abort_request", rid="mine").json() == {"aborted": 0}
         assert held.ask("dave", "/abort_request", rid="mine").json() == {"aborted": 1}
 

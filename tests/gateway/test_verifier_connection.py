@@ -79,12 +79,16 @@ def test_a_renewed_certificate_is_shown_when_it_connects_anew(
     verifier = authority.sign("verifier")
     where = f"127.0.0.1:{free_port()}"
 
-    async def main() -> None:
+    async def serve() -> grpc.aio.Server:
         server = grpc.aio.server()
         verify_pb2_grpc.add_VerifyServiceServicer_to_server(Verifier(), server)
         files = Identity(str(verifier.file), str(verifier.key), str(authority.file))
         server.add_secure_port(where, files.server_credentials())
         await server.start()
+        return server
+
+    async def main() -> None:
+        server = await serve()
         mine = Identity(str(own.file), str(own.key), str(authority.file))
         pool = VerifierPool([where], mine)
         try:
@@ -94,6 +98,12 @@ def test_a_renewed_certificate_is_shown_when_it_connects_anew(
             shutil.copyfile(renewed.file, own.file)
             shutil.copyfile(renewed.key, own.key)
             await eventually(lambda: bool(pool.num_usable))
+            shutil.copyfile(verifier.file, own.file)  # without its key: a renewal that stopped
+            await server.stop(0)
+            await eventually(lambda: not pool.num_usable)
+            server = await serve()
+            await eventually(lambda: bool(pool.num_usable))
+            assert caplog.text.count("the certificate for the verifier stays as it was") == 1
         finally:
             await pool.close()
             await server.stop(0)
