@@ -5,7 +5,8 @@
 Heads of Llama-3.1-8B in bfloat16, random numbers, pages of 16 tokens in random order. Each line
 captures a graph of one call for each layer of the cache and replays it. `strict` is ours with
 `--exactness strict`; `strict triton` and `triton` are our Triton kernels with `strict` and `off`,
-which compute prompts on cards without a kernel of their own. flashinfer runs if it is installed
+which cards without kernels of their own have. As in captured steps, page tables of decode steps and
+trees under `strict` have room for ROOM tokens. flashinfer runs if it is installed
 with compiled kernels: prompts by both generations of its kernels over pages, by the newer one over
 keys in one piece too, decode steps and trees by the older one. The last column of a backend is its
 largest difference from `strict`, relative to the largest number.
@@ -16,11 +17,12 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu.kernels import microseconds
 from benchmarks.gpu.needed import need_gpu
@@ -29,6 +31,7 @@ from foredraft.attention.base import AttentionBackend, Batch, SequenceSpan
 from foredraft.attention.choice import exact_attention_for
 from foredraft.attention.exact_triton import ExactAttention
 from foredraft.attention.paged_triton import TritonAttention
+from foredraft.attention.triton_plan import plan_of_spans
 from foredraft.kvcache.paged_kv import PagedKV
 from foredraft.runner.batch import ancestor_mask
 
@@ -68,11 +71,20 @@ PROMPTS = [
     Case("prompt", 1, 8192, 24576),
     Case("prompt", 1, 8192, 122880),
 ]
-DECODES = [Case("decode", batch, 1, keys) for keys in (1024, 8192) for batch in (1, 8, 32, 128)] + [
+DECODES = [
+    Case("decode", batch, 1, keys) for keys in (600, 2000, 8192) for batch in (1, 8, 32, 128)
+] + [
+    *(Case("decode", batch, 8, keys) for keys in (600, 2000, 8192) for batch in (1, 8)),
     Case("decode", 1, 1, 32768),
     Case("decode", 1, 1, 131000),
 ]
-TREES = [Case("tree", batch, 32, keys) for keys in (1024, 8192) for batch in (1, 8, 32)]
+TREES = [
+    Case("tree", batch, rows, keys)
+    for keys in (600, 2000, 8192)
+    for rows in (8, 16, 32)
+    for batch in (1, 4, 8, 16)
+]
+ROOM = 10240
 
 
 class Work:
@@ -120,7 +132,13 @@ Attend = Callable[[int], Any]
 
 
 def own(backend: AttentionBackend, work: Work) -> Attend:
-    plan = backend.plan(work.batch, work.kv, (None,), HEADS // KV_HEADS)
+    group, batch = HEADS // KV_HEADS, work.batch
+    if work.case.kind != "prompt" and not isinstance(backend, TritonAttention):
+        made = plan_of_spans(batch, work.kv, group)
+        missing = max(0, ROOM // PAGE_SIZE - made.page_tables.shape[1])
+        made.page_tables = F.pad(made.page_tables, (0, missing))
+        batch = replace(batch, plan=made)
+    plan = backend.plan(batch, work.kv, (None,), group)
     return lambda layer: backend.attend(plan, work.queries, layer, None, SCALE, work.out)
 
 
@@ -189,8 +207,7 @@ def in_one_piece(work: Work) -> Attend:
 
 def backends(case: Case) -> Iterator[tuple[str, Callable[[Work], Attend]]]:
     yield "strict", lambda work: own(exact_attention_for(torch.device("cuda")), work)
-    if case.kind == "prompt":
-        yield "strict triton", lambda work: own(ExactAttention(), work)
+    yield "strict triton", lambda work: own(ExactAttention(), work)
     yield "triton", lambda work: own(TritonAttention(), work)
     if importlib.util.find_spec("flashinfer") is None:
         return

@@ -125,7 +125,8 @@ class ExactAttention(AttentionBackend):
             plan = cast(TritonPlan, batch.plan)
         if plan.tail_mask is not None:
             plan.paths = _find_paths(plan, group_size, batch.num_rows)
-        plan.segments = self._plan_segments(plan, group_size, batch.num_rows)
+        if None in windows:
+            plan.segments = self._plan_segments(plan, group_size, batch.num_rows)
         return plan
 
     def _plan_segments(self, plan: TritonPlan, group_size: int, num_tokens: int) -> Any:

@@ -29,7 +29,7 @@ _HEAD_DIMS = (64, 128)
 _PAGE_SIZE = 16
 # By the groups of warps of a program: number of tiles of keys, and of values, in shared memory;
 # registers of a thread, so that two programs of one group fit a unit; maximum number of programs per
-# unit.
+# unit, of which those that do not fit yet take what is left: segments differ in size.
 _STAGES = {1: 2, 2: 4}
 _REGISTERS = {1: 128, 2: None}
 _PROGRAMS_PER_UNIT = {1: 4, 2: 1}

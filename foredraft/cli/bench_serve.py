@@ -328,9 +328,9 @@ def _headers(given: Sequence[str]) -> dict[str, str]:
     headers = {}
     for pair in given:
         name, separator, value = pair.partition("=")
-        if not separator or not name.isascii() or any(c in pair for c in "\r\n"):
+        if not separator or not pair.isascii() or any(c in pair for c in "\r\n"):
             # What was given may be a key in another form, which is not for logs.
-            raise ConfigError("--header takes NAME=VALUE, an ASCII name and one line")
+            raise ConfigError("--header takes NAME=VALUE, ASCII and one line")
         headers[name] = value
     if any(name.lower() == "authorization" for name in headers):
         return headers

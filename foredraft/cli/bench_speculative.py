@@ -164,7 +164,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         ),
         soft_wrap=True,
     )
-    measure = _Measure(arguments, servers.fields, cases)
+    measure = _Measure(arguments, servers, cases)
     with tqdm(
         total=(len(settings) + 1) * len(cases),
         initial=known,
@@ -186,9 +186,11 @@ class _Measure:
     not have seen the answers.
     """
 
-    def __init__(self, arguments: argparse.Namespace, fields: bool, cases: Sequence[Case]) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, servers: Servers, cases: Sequence[Case]
+    ) -> None:
         self._arguments = arguments
-        self._fields = fields
+        self._servers = servers
         self._cases = cases
 
     def __call__(self, url: str, setting: Setting, case: Case) -> Figures:
@@ -196,7 +198,7 @@ class _Measure:
 
     async def _measure(self, url: str, setting: Setting, case: Case) -> Figures:
         arguments = self._arguments
-        client = HttpClient(url, peers.key_header())
+        client = HttpClient(url, self._servers.headers)
         try:
             peer = await peers.discover(client, "openai")
             source = self._source(case)
@@ -208,7 +210,7 @@ class _Measure:
                     arguments.output_len,
                     case.temperature,
                     ignore_eos=True,
-                    extra=setting.request_fields if self._fields else {},
+                    extra=setting.request_fields if self._servers.fields else {},
                 )
 
             generator = LoadGenerator(client, peer, request)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class StartedServers:
     """Starts services for each setting."""
 
     fields = False  # settings are flags, not fields of requests
+    headers: Mapping[str, str] = {}  # they ask for no key
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         given = serve.read_values(serve.make_parser().parse_args(arguments.serve_flags))
@@ -85,7 +86,7 @@ class StartedServers:
             supervisor.wait_healthy(timeout=_START_SECONDS)
             url = supervisor.urls["http"]
             if setting.algorithm != "NONE":
-                _wait_for_draft(url)
+                _wait_for_draft(url, self.headers)
             yield url
 
 
@@ -97,7 +98,8 @@ class RunningServer:
     def __init__(self, url: str) -> None:
         url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients are given the address with it
         self._url = url
-        info = uvloop.run(_server_info(url))
+        self.headers = peers.key_header()
+        info = uvloop.run(_server_info(url, self.headers))
         if "speculative_algorithm" not in info or "verifiers" not in info:
             raise ConfigError(
                 f"--base-url {url}: not a Foredraft server; bench serve can load others"
@@ -155,8 +157,8 @@ class RunningServer:
 Servers = StartedServers | RunningServer
 
 
-async def _server_info(url: str) -> dict[str, Any]:
-    client = HttpClient(url, peers.key_header())
+async def _server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
+    client = HttpClient(url, headers)
     try:
         await peers.discover(client, "openai")
         response = await client.get("/get_server_info")
@@ -167,10 +169,10 @@ async def _server_info(url: str) -> dict[str, Any]:
         client.close()
 
 
-def _wait_for_draft(url: str) -> None:
+def _wait_for_draft(url: str, headers: Mapping[str, str]) -> None:
     deadline = time.monotonic() + _ATTACH_SECONDS
     while time.monotonic() < deadline:
-        loads = uvloop.run(_server_info(url)).get("verifiers", {}).values()
+        loads = uvloop.run(_server_info(url, headers)).get("verifiers", {}).values()
         if any(load["draft_available"] for load in loads):
             return
         time.sleep(0.2)

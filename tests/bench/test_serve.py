@@ -265,6 +265,7 @@ def test_prompts_of_a_file_are_sent_as_they_are(
         (["--base-url", "localhost:3"], "--base-url"),
         (["--port", "1"], "`foredraft serve` starts one, --base-url names another"),
         (["--header", "x"], "--header"),
+        (["--header", "Authorization=Bearer ключ"], "--header takes NAME=VALUE, ASCII"),
         (["--port", "99999"], "--base-url http://127.0.0.1:99999: Port out of range"),
         (["--timeout", "0"], "--timeout must be above 0"),
         (["--warmup-requests", "-1"], "--warmup-requests must be at least 0"),

@@ -213,8 +213,13 @@ def sweep(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_real_sweep_goes_on_and_names_flags(
-    model: Path, broken_draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    broken_draft: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "no header holds\nit")  # services of its own need none
     path = tmp_path / "found.json"
     argv = ["--model-path", str(model), "--algorithm", "NGRAM", "--output-file", str(path)]
     behind = ["--", "--num-threads", "1", "--max-total-tokens", "4096", "--device", "cpu"]

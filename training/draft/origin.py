@@ -40,5 +40,6 @@ def check_origin(path: Path, state: Mapping[str, Any], own: Mapping[str, Any]) -
     # Its name does not matter: a folder may have moved.
     if state["target"]["sha256"] != own["target"]["sha256"]:
         raise CheckpointError(f"{path} is of another target, {state['target']['model']}")
-    if was != now:
-        raise CheckpointError(f"{path} holds a head of other sizes: {was}")
+    others = [f"{name} {was.get(name)}" for name in now if was.get(name) != now[name]]
+    if others:
+        raise CheckpointError(f"{path} holds another head: {', '.join(others)}")

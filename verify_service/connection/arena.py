@@ -126,9 +126,10 @@ class Arena:
             AttachRefused: The target lacks the hidden states, or no transport can be used.
         """
         self._free_left()
-        offered = list(info.transports)
-        if not self._is_reached_from(info):
-            offered = [t for t in offered if t != tensor_pb2.TRANSPORT_CUDA_IPC]
+        offered, why = list(info.transports), ""
+        if tensor_pb2.TRANSPORT_CUDA_IPC in offered and not self._is_reached_from(info):
+            offered.remove(tensor_pb2.TRANSPORT_CUDA_IPC)
+            why = ", which cannot read this GPU's memory"
         usable = [
             t
             for t in self._supported
@@ -145,7 +146,8 @@ class Arena:
                 raise AttachRefused(
                     "transports",
                     f"--require-transport {self._required}: the verifier offers"
-                    f" {choice.described(self._supported)}, the draft {choice.described(offered)}",
+                    f" {choice.described(self._supported)}, the draft"
+                    f" {choice.described(info.transports)}{why}",
                 )
             try:
                 region = self._open(self._accepted(usable) or usable, row, epoch, steps)
