@@ -107,11 +107,15 @@ DRAFT_WAIT_SECONDS = histogram(
     "foredraft_draft_wait_seconds", "Scheduling and the wait for the draft in a step.", STEP_BUCKETS
 )
 FORWARD_SECONDS = histogram(
-    "foredraft_target_forward_seconds", "The target's forward in a step.", STEP_BUCKETS
+    "foredraft_target_forward_seconds",
+    "The target's forward in a step that is not overlapped: with the choice of tokens where a"
+    " decode step is captured, until it was started where a GPU computes prompts.",
+    STEP_BUCKETS,
 )
 VERIFY_SECONDS = histogram(
     "foredraft_verify_seconds",
-    "Choosing tokens, walking trees and committing in a step.",
+    "Choosing tokens, walking trees and committing in a step that is not overlapped, and the wait"
+    " for a forward that was only started.",
     STEP_BUCKETS,
 )
 SHARED_KEY_STEPS = counter(

@@ -81,7 +81,9 @@ class StepResult:
         output: Hidden states and captured streams; valid until the next step.
         first_rows: Index in `output` of each sequence's first row, in the order of the step.
         num_logit_rows: Number of rows whose logits were computed.
-        forward_seconds: Time until the logits were computed.
+        forward_seconds: Seconds of the target's part, as the host sees them. Where the sampler
+            chooses, until the forward was computed, on a GPU until it was started; captured steps
+            count the choice of tokens too.
         broken: Indexes of outcomes without a token, because logits were NaN or infinite.
         trees: The trees that were verified; an invalid tree is replaced by an empty one.
         prompt_logprobs: For each chunk, log-probabilities of the tokens after its rows, as far as
@@ -103,9 +105,10 @@ class DeviceOutcome:
     """Names the device memory that will hold the outcome of a started step.
 
     Attributes:
-        num_sequences: Number of sequences of the step, padding included.
+        num_sequences: Number of sequences of the step, without padding.
         accepted: int32 [num_sequences, 1 + P]: number of emitted tokens, then the tokens.
-        index: int64 [num_sequences * P]: rows of `output` that chose them.
+        index: int64 [n * P], n >= num_sequences: for each of these tokens, the row of `output` that
+            chose it.
         output: Hidden states of the step.
     """
 
