@@ -1,4 +1,4 @@
-"""Pinned memory between the host and captured decode steps: records in, outcomes out."""
+"""A started step's outcome on the host: `RunningStep`, and what it holds."""
 
 from dataclasses import dataclass
 

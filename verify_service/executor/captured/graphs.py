@@ -1,9 +1,10 @@
 """Decode steps as CUDA graphs: trees in, the target's forward, sampling, walk and commit, tokens
 out.
 
-Every step has a fixed shape: B sequences of R rows, padded, with one graph for each pair (B, R).
-Lengths, pages and trees are read from device memory, so a step needs one upload, one launch and
-one download. A step may start before the host knows the outcome of the previous one.
+Every step has a fixed shape: B sequences of R rows, padded, with one graph for each `StepKind`,
+which says B, R and what else the step does. Lengths, pages and trees are read from device memory,
+so a step needs one upload, one launch and one download. A step may start before the host knows the
+outcome of the previous one.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ class DecodeGraphs:
         capturing: Captures the graphs; by default as CUDA does.
 
     Attributes:
-        shapes: Shapes that have a graph.
+        shapes: Shapes that steps are padded to.
         buffers: Buffers of all steps, two-phase ones too; filled in before a step starts.
         two_phase: The steps whose requests ask for more than the sampling rule.
         capture: Layers whose input was captured at warm-up.
@@ -125,7 +126,9 @@ class DecodeGraphs:
         return _run(self._forwards[kind], compute)
 
     def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:
-        """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
+        """Returns runs that compile the kernels of all steps, those of `capture_next` too, for
+        `compile_ahead`.
+        """
         kinds = [
             StepKind(batch, rows, tuple(capture), is_filtered)
             for batch, rows in self.shapes.all()

@@ -146,5 +146,6 @@ class TwoPhaseGraphs:
         self._capturing.run_aside(run)
         forward_graph, forward = self._capturing.capture(lambda: self._step.forward(kind))
         choice_graph, _ = self._capturing.capture(lambda: self._step.choose(kind, forward))
-        # The second follows the first at once, so nothing overwrites the logits between them.
+        # No other graph of this memory runs between the two (see `PendingStep`), so nothing
+        # overwrites the logits.
         return _Graphs(forward_graph, choice_graph, without_logits(forward.output))
