@@ -17,9 +17,9 @@ from foredraft.runner.model_runner import ModelRunner
 from verify_service import startup
 from verify_service.attach.links import DraftLink
 from verify_service.engine.engine import EngineLimits
-from verify_service.executor.captured import capturing
-from verify_service.executor.captured.capturing import Capturing
+from verify_service.executor.captured import graph_capture
 from verify_service.executor.captured.executor import GraphExecutor
+from verify_service.executor.captured.graph_capture import GraphCapturer
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.listener import StepListener
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
@@ -67,7 +67,7 @@ def overwrite(old: Any, new: Any) -> None:
             overwrite(one, other)
 
 
-class EagerCapturing(Capturing):
+class EagerGraphCapturer(GraphCapturer):
     """Captures without CUDA, see the module."""
 
     _kv: PagedKV  # cache of the newest engine
@@ -88,7 +88,7 @@ class EagerGraphs(DecodeGraphs):
     """Decode graphs without CUDA, see the module."""
 
     def __init__(self, step: DecodeStep, listener: StepListener | None = None) -> None:
-        super().__init__(step, listener, EagerCapturing(step))
+        super().__init__(step, listener, EagerGraphCapturer(step))
 
 
 class EagerMixedGraphs(MixedGraphs):
@@ -105,14 +105,14 @@ def _without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr(capturing, "run_aside", lambda run, device: run())
+    monkeypatch.setattr(graph_capture, "run_aside", lambda run, device: run())
     made = PagedKV.for_model
 
     def with_scratch(
         config: Any, pages: int, size: int, dtype: Any, device: Any, *rest: Any
     ) -> Any:
-        EagerCapturing._kv = made(config, pages, size, dtype, device, 1, *rest[1:])
-        return EagerCapturing._kv
+        EagerGraphCapturer._kv = made(config, pages, size, dtype, device, 1, *rest[1:])
+        return EagerGraphCapturer._kv
 
     monkeypatch.setattr(PagedKV, "for_model", with_scratch)
 

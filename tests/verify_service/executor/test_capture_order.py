@@ -16,8 +16,8 @@ from verify_service.controller.messages import Plan
 from verify_service.drafts.proposals import DeviceProposals
 from verify_service.engine.overlap import OverlapScheduler, StepInFlight
 from verify_service.executor.base import Ahead, FinishedStep, Step
-from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.executor import GraphExecutor
+from verify_service.executor.captured.graph_store import GraphStore, Shortage
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.mixed import MixedGraphs, MixedKind
 from verify_service.executor.captured.shapes import PaddedShapes
@@ -33,14 +33,16 @@ class Noted(DecodeGraphs):
     def __init__(self, done: list[str]) -> None:
         buffers: Any = MagicMock()
         buffers.upload.side_effect = lambda count: done.append("upload")
-        capturing: Any = MagicMock()
+        capturer: Any = MagicMock()
         graph = SimpleNamespace(replay=lambda: done.append("replay"))
-        capturing.record.side_effect = lambda run: done.append("capture") or (graph, MagicMock())
-        self.shapes, self.buffers, self._capturing = PaddedShapes(2, 4), buffers, capturing
+        capturer.run_and_capture.side_effect = lambda run: (
+            done.append("capture") or (graph, MagicMock())
+        )
+        self.shapes, self.buffers, self._capturer = PaddedShapes(2, 4), buffers, capturer
         self.two_phase, self._listener = MagicMock(), None
         self._step, self.trees = MagicMock(), torch.empty(0)
         self.accepted = self.accepted_index = torch.empty(0)
-        self.capture, self._steps = (), Captures(Shortage())
+        self.capture, self._steps = (), GraphStore(Shortage())
 
 
 class NotedPrompts(MixedGraphs):
@@ -55,7 +57,7 @@ class NotedPrompts(MixedGraphs):
         model: Any = MagicMock()
         self._model, self._done, self._takes = model, done, takes
         self._listener, self._uploaded, self.sizes = None, MagicMock(), [32]
-        self._hidden, self._graphs = torch.zeros(32, 8), Captures(Shortage())
+        self._hidden, self._graphs = torch.zeros(32, 8), GraphStore(Shortage())
 
     def takes(self, rows: Any) -> bool:
         return self._takes
@@ -110,15 +112,15 @@ def test_graphs_of_two_phases_are_captured_before_the_wait_for_a_draft() -> None
     done: list[str] = []
     members = SimpleNamespace(is_two_phase=True, is_filtered=False, shares_keys=False)
     executor = executor_of(done, members)
-    graphs, capturing = executor._graphs, MagicMock()
-    capturing.run_aside.side_effect = lambda run: done.append("capture")
+    graphs, capturer = executor._graphs, MagicMock()
+    capturer.run_aside.side_effect = lambda run: done.append("capture")
     graph = SimpleNamespace(replay=lambda: done.append("replay"))
     output = ModelOutput(torch.zeros(1, 8), torch.zeros(1, 8))
-    capturing.capture.side_effect = lambda run: (graph, SimpleNamespace(output=output))
+    capturer.capture.side_effect = lambda run: (graph, SimpleNamespace(output=output))
     step_of: Any = MagicMock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "Event", MagicMock)
-        graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturing, Shortage())
+        graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturer, Shortage())
     graphs.buffers.turn = 0
     batch = [VerifyRows(Sequence(1, [5], SamplingParams(logprobs=1)), EMPTY)]
     ahead = Ahead(4, [0], lambda trees: done.append("fetch"))
@@ -138,15 +140,15 @@ def test_a_step_without_a_graph_has_its_trees_before_it_is_computed(
     done: list[str] = []
     members = SimpleNamespace(is_two_phase=is_two_phase, is_filtered=False, shares_keys=False)
     executor = executor_of(done, members)
-    graphs, capturing, step_of = executor._graphs, MagicMock(), MagicMock()
-    capturing.record.side_effect = torch.OutOfMemoryError("CUDA out of memory")
-    capturing.run_aside.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    graphs, capturer, step_of = executor._graphs, MagicMock(), MagicMock()
+    capturer.run_and_capture.side_effect = torch.OutOfMemoryError("CUDA out of memory")
+    capturer.run_aside.side_effect = torch.OutOfMemoryError("CUDA out of memory")
     shortage = Shortage()
     shortage.is_tolerated = True
     monkeypatch.setattr(torch.cuda, "Event", MagicMock)
-    graphs._step, graphs._capturing = step_of, capturing
-    graphs._steps = Captures(shortage)
-    graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturing, shortage)
+    graphs._step, graphs._capturer = step_of, capturer
+    graphs._steps = GraphStore(shortage)
+    graphs.two_phase = TwoPhaseGraphs(step_of, graphs.buffers, capturer, shortage)
     graphs.buffers.turn = 0
     step_of.forward.side_effect = lambda kind: (
         done.append("compute")

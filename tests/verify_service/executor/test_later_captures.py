@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from verify_service.executor.captured.captures import Captures, Shortage
 from verify_service.executor.captured.executor import GraphExecutor
+from verify_service.executor.captured.graph_store import GraphStore, Shortage
 from verify_service.executor.captured.graphs import DecodeGraphs
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
@@ -31,7 +31,7 @@ class Recorded(DecodeGraphs):
         self._step = MagicMock()
         self._step.block_sizes = lambda batch, rows: BlockSizes(2, can_share * (batch // 2), 1)
         self.shortage, self.ran = Shortage(), []  # type: ignore[assignment]
-        self._steps = Captures(self.shortage)
+        self._steps = GraphStore(self.shortage)
 
     def idle_step(self, kind: StepKind) -> None:
         shares_keys = (True,) * kind.shares_keys

@@ -15,7 +15,7 @@ from testing.broken_captures import broken_off_capture
 from testing.checkpoints import make_checkpoint
 from testing.engines import Job, Result, running_engine
 from testing.triton_device import INTERPRETED, needs_triton
-from verify_service.executor.captured.captures import Captures
+from verify_service.executor.captured.graph_store import GraphStore
 from verify_service.executor.captured.mixed import MixedKind
 
 pytestmark = [needs_triton, pytest.mark.skipif(not INTERPRETED, reason="is for the interpreter")]
@@ -65,7 +65,7 @@ def test_steps_run_without_graphs(
     """No graph can be captured: neither of decode steps, of whatever kind, nor with prompts."""
     path = make_checkpoint(tmp_path, num_hidden_layers=1)
     want = run(path, flags)
-    from testing.eager_graphs import EagerCapturing, EagerMixedGraphs, use_eager_graphs
+    from testing.eager_graphs import EagerGraphCapturer, EagerMixedGraphs, use_eager_graphs
 
     def fail(self: Any, run: Any) -> Any:
         raise broken_off_capture()
@@ -75,9 +75,9 @@ def test_steps_run_without_graphs(
         add(self, kind, capture)
 
     kinds: set[str | bool] = set()
-    add = Captures.add
-    monkeypatch.setattr(Captures, "add", noted)
-    monkeypatch.setattr(EagerCapturing, "capture", fail)
+    add = GraphStore.add
+    monkeypatch.setattr(GraphStore, "add", noted)
+    monkeypatch.setattr(EagerGraphCapturer, "capture", fail)
     monkeypatch.setattr(EagerMixedGraphs, "_capture", fail)
     use_eager_graphs(monkeypatch)
     assert same(run(path, flags), want)
@@ -91,9 +91,13 @@ def test_memory_that_runs_out_while_the_engine_idles(
 ) -> None:
     path = make_checkpoint(tmp_path, num_hidden_layers=1)
     want = run(path, PLAIN)
-    from testing.eager_graphs import EagerCapturing, EagerGraphs, use_eager_graphs  # needs Triton
+    from testing.eager_graphs import (  # needs Triton
+        EagerGraphCapturer,
+        EagerGraphs,
+        use_eager_graphs,
+    )
 
-    capture, capture_next = EagerCapturing.capture, EagerGraphs.capture_next
+    capture, capture_next = EagerGraphCapturer.capture, EagerGraphs.capture_next
     is_short, ended = threading.Event(), threading.Event()
 
     def short(self: Any, run: Callable[[], Any]) -> Any:
@@ -108,7 +112,7 @@ def test_memory_that_runs_out_while_the_engine_idles(
             ended.set()
         return made
 
-    monkeypatch.setattr(EagerCapturing, "capture", short)
+    monkeypatch.setattr(EagerGraphCapturer, "capture", short)
     monkeypatch.setattr(EagerGraphs, "capture_next", ahead)
     use_eager_graphs(monkeypatch, captures_first=True)
     assert same(run(path, PLAIN, lambda: ended.wait(60)), want)

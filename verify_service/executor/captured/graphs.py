@@ -14,10 +14,10 @@ import torch
 
 from foredraft.models.decoder import ModelOutput
 from verify_service.executor.base import no_wait
-from verify_service.executor.captured.buffers import RunningStep
-from verify_service.executor.captured.captures import Captures, Shortage
-from verify_service.executor.captured.capturing import Capturing, without_logits
+from verify_service.executor.captured.graph_capture import GraphCapturer, without_logits
+from verify_service.executor.captured.graph_store import GraphStore, Shortage
 from verify_service.executor.captured.listener import StepListener
+from verify_service.executor.captured.running_step import RunningStep
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.step import DecodeStep, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
@@ -32,7 +32,7 @@ class DecodeGraphs:
     Args:
         step: The computation that is captured.
         listener: Hears of every step; None for nobody.
-        capturing: Captures the graphs; by default as CUDA does.
+        capturer: Captures the graphs; by default as CUDA does.
 
     Attributes:
         shapes: Shapes that steps are padded to.
@@ -50,24 +50,22 @@ class DecodeGraphs:
         self,
         step: DecodeStep,
         listener: StepListener | None = None,
-        capturing: Capturing | None = None,
+        capturer: GraphCapturer | None = None,
     ) -> None:
         self._step, self._listener = step, listener
         self.shapes = PaddedShapes(step.max_batch, step.max_rows)
         self.buffers = StepBuffers(
             step, self.shapes, on_pages=None if listener is None else listener.pages
         )
-        self._capturing = capturing or Capturing(step)
+        self._capturer = capturer or GraphCapturer(step)
         self.shortage = Shortage()
-        self.two_phase = TwoPhaseGraphs(
-            step, self.buffers, self._capturing, self.shortage, listener
-        )
+        self.two_phase = TwoPhaseGraphs(step, self.buffers, self._capturer, self.shortage, listener)
         self.capture: tuple[int, ...] = ()
         self.trees = step.trees
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
-        self.pool = self._capturing.pool
-        self._steps: Captures[StepKind, _Graph] = Captures(self.shortage)
-        self._forwards: Captures[StepKind, _Graph] = Captures(self.shortage)
+        self.pool = self._capturer.pool
+        self._steps: GraphStore[StepKind, _Graph] = GraphStore(self.shortage)
+        self._forwards: GraphStore[StepKind, _Graph] = GraphStore(self.shortage)
         self._later: list[StepKind] = []  # steps to capture while the engine idles, the last first
 
     def prepare(
@@ -88,7 +86,7 @@ class DecodeGraphs:
                 self._listener.prepare(kind, num_sequences, self.buffers)
             self.buffers.upload(num_sequences)
             compute = partial(self._compute, kind)
-            self._steps.add(kind, partial(self._capturing.record, compute))
+            self._steps.add(kind, partial(self._capturer.run_and_capture, compute))
 
     def graphs_of(self, kind: StepKind) -> "DecodeGraphs | TwoPhaseGraphs":
         """Returns the graphs that run steps of a kind: these, or `two_phase`."""
@@ -122,7 +120,7 @@ class DecodeGraphs:
             return self._step.forward(kind).output
 
         if kind not in self._forwards:
-            self._forwards.add(kind, partial(self._capturing.record, compute))
+            self._forwards.add(kind, partial(self._capturer.run_and_capture, compute))
         return _run(self._forwards[kind], compute)
 
     def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:

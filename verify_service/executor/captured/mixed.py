@@ -23,7 +23,7 @@ from foredraft.runner.aside import capture_graph, run_aside
 from foredraft.runner.batch import StepRows, ancestor_mask
 from foredraft.trees.draft_tree import depths
 from verify_service.executor.base import no_wait
-from verify_service.executor.captured.captures import Captures, Shortage
+from verify_service.executor.captured.graph_store import GraphStore, Shortage
 from verify_service.executor.captured.listener import StepListener
 
 # Close enough together that padding costs little where the device, not the host, is what takes
@@ -124,7 +124,9 @@ class MixedGraphs:
         )
         self._streams: dict[tuple[int, ...], torch.Tensor] = {}
         self._uploaded = torch.cuda.Event()
-        self._graphs: Captures[MixedKind, torch.cuda.CUDAGraph] = Captures(shortage or Shortage())
+        self._graphs: GraphStore[MixedKind, torch.cuda.CUDAGraph] = GraphStore(
+            shortage or Shortage()
+        )
 
     def takes(self, rows: Sequence[StepRows]) -> bool:
         """Returns whether there is a graph for these rows, and a graph is the faster way."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from foredraft.trees.draft_tree import EMPTY, DraftTree, sanitize
 from verify_service.executor.base import DeviceOutcome, PendingStep, StepResult
-from verify_service.executor.captured.buffers import RunningStep
+from verify_service.executor.captured.running_step import RunningStep
 from verify_service.executor.choice.sampler import Outcome
 from verify_service.executor.choice.verification import Verified
 

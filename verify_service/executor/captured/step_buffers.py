@@ -14,7 +14,7 @@ import torch
 from foredraft.models.decoder import ModelOutput
 from foredraft.trees.draft_tree import NO_PARENT
 from verify_service.executor.base import no_wait
-from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep, pinned
+from verify_service.executor.captured.running_step import UNDER_WAY, RunningStep, pinned
 from verify_service.executor.captured.shapes import PaddedShapes
 from verify_service.executor.captured.shared_keys import BlockSizes
 from verify_service.executor.captured.step import DecodeStep, StepKind

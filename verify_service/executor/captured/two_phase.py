@@ -16,8 +16,8 @@ import numpy.typing as npt
 from foredraft.trees.draft_tree import NO_PARENT, DraftTree
 from verify_service import metrics
 from verify_service.executor.base import DeviceOutcome, StepResult
-from verify_service.executor.captured.buffers import LogProbs
 from verify_service.executor.captured.pending import GraphRun
+from verify_service.executor.captured.running_step import LogProbs
 from verify_service.executor.captured.two_phase_graphs import TwoPhaseGraphs, TwoPhaseStep
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
 from verify_service.executor.choice.sampler import Outcome

@@ -11,10 +11,10 @@ import torch
 
 from foredraft.models.decoder import ModelOutput
 from verify_service.executor.base import no_wait
-from verify_service.executor.captured.buffers import UNDER_WAY, RunningStep
-from verify_service.executor.captured.captures import Captures, Shortage
-from verify_service.executor.captured.capturing import Capturing, without_logits
+from verify_service.executor.captured.graph_capture import GraphCapturer, without_logits
+from verify_service.executor.captured.graph_store import GraphStore, Shortage
 from verify_service.executor.captured.listener import StepListener
+from verify_service.executor.captured.running_step import UNDER_WAY, RunningStep
 from verify_service.executor.captured.step import DecodeStep, Forward, StepKind
 from verify_service.executor.captured.step_buffers import StepBuffers
 from verify_service.executor.records import STEP
@@ -54,7 +54,7 @@ class TwoPhaseGraphs:
     Args:
         step: The computation that is captured.
         buffers: Buffers of all steps of this computation.
-        capturing: Captures the graphs.
+        capturer: Captures the graphs.
         shortage: Whether memory has run out in a capture.
         listener: Hears of every step; None for nobody.
 
@@ -66,14 +66,14 @@ class TwoPhaseGraphs:
         self,
         step: DecodeStep,
         buffers: StepBuffers,
-        capturing: Capturing,
+        capturer: GraphCapturer,
         shortage: Shortage,
         listener: StepListener | None = None,
     ) -> None:
         self._step, self._buffers = step, buffers
-        self._capturing, self._listener = capturing, listener
+        self._capturer, self._listener = capturer, listener
         self.tables = step.two_phase
-        self._graphs: Captures[StepKind, _Graphs] = Captures(shortage)
+        self._graphs: GraphStore[StepKind, _Graphs] = GraphStore(shortage)
         self._forwarded = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self._computed: Forward | None = None  # the newest step's, where it has no graphs
 
@@ -143,9 +143,9 @@ class TwoPhaseGraphs:
             self._step.inputs[: kind.batch, [STEP["mask"], STEP["adjusted"]]] = 0
             self._step.choose(kind, self._step.forward(kind))
 
-        self._capturing.run_aside(run)
-        forward_graph, forward = self._capturing.capture(lambda: self._step.forward(kind))
-        choice_graph, _ = self._capturing.capture(lambda: self._step.choose(kind, forward))
+        self._capturer.run_aside(run)
+        forward_graph, forward = self._capturer.capture(lambda: self._step.forward(kind))
+        choice_graph, _ = self._capturer.capture(lambda: self._step.choose(kind, forward))
         # No other graph of this memory runs between the two (see `PendingStep`), so nothing
         # overwrites the logits.
         return _Graphs(forward_graph, choice_graph, without_logits(forward.output))

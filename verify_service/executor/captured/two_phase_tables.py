@@ -12,7 +12,7 @@ import torch
 
 from foredraft.sampling.sampling import log_probs
 from foredraft.types import MAX_LOGPROBS
-from verify_service.executor.captured.buffers import UNDER_WAY, LogProbs, pinned
+from verify_service.executor.captured.running_step import UNDER_WAY, LogProbs, pinned
 from verify_service.executor.kernels.adjust import adjust_logits, count_tokens
 from verify_service.executor.kernels.steps import Begun
 

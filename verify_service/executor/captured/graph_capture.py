@@ -13,7 +13,7 @@ from verify_service.executor.captured.step import DecodeStep
 T = TypeVar("T")
 
 
-class Capturing:
+class GraphCapturer:
     """Captures what a `DecodeStep` computes, and leaves the sequences' state as it was.
 
     Attributes:
@@ -24,7 +24,7 @@ class Capturing:
         self._step = step
         self.pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def run_and_capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Runs once, which compiles missing kernels, and then captures."""
         self.run_aside(run)
         return self.capture(run)

@@ -27,7 +27,7 @@ class Shortage:
         self.is_tolerated = self.has_come = False
 
 
-class Captures(dict[Kind, Graphs | None], Generic[Kind, Graphs]):
+class GraphStore(dict[Kind, Graphs | None], Generic[Kind, Graphs]):
     """What was captured of each kind of work; None for a kind that runs operation by operation,
     since there was no memory to capture it.
     """
