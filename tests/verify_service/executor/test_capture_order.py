@@ -42,7 +42,7 @@ class Noted(DecodeGraphs):
         self.two_phase, self._listener = MagicMock(), None
         self._step, self.trees = MagicMock(), torch.empty(0)
         self.accepted = self.accepted_index = torch.empty(0)
-        self.capture, self._steps = (), GraphStore(Shortage())
+        self.layers, self._steps = (), GraphStore(Shortage())
 
 
 class NotedPrompts(MixedGraphs):

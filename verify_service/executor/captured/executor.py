@@ -83,7 +83,7 @@ class GraphExecutor(EagerExecutor):
 
         def run(shape: tuple[int, int]) -> float:
             started = time.perf_counter()
-            graphs.idle_step(StepKind(*shape, graphs.capture))
+            graphs.idle_step(StepKind(*shape, graphs.layers))
             return time.perf_counter() - started
 
         shapes = graphs.shapes.all()
@@ -164,7 +164,7 @@ class GraphExecutor(EagerExecutor):
         # A running step may still read the present block of page updates.
         self._graphs.buffers.records(0)
         self._filler.update_pages(sequences, step.settle)
-        return self._mixed.forward(rows, step.capture or self._graphs.capture, step.settle)
+        return self._mixed.forward(rows, step.capture or self._graphs.layers, step.settle)
 
     def _kind(self, step: Step, num_rows: int) -> StepKind:
         """Returns the kind of a step whose records are filled in."""
@@ -178,7 +178,7 @@ class GraphExecutor(EagerExecutor):
         """Returns the first three fields of a step's `StepKind`."""
         batch = self._graphs.shapes.batch_size(len(step.batch))
         # Graphs that capture hidden states serve steps without a draft too.
-        return batch, num_rows, tuple(step.capture) or self._graphs.capture
+        return batch, num_rows, tuple(step.capture) or self._graphs.layers
 
     def _num_rows(self, batch: Sequence[VerifyRows]) -> int:
         return self._graphs.shapes.row_size(len(batch), max(rows.num_rows for rows in batch))

@@ -38,7 +38,7 @@ class DecodeGraphs:
         shapes: Shapes that steps are padded to.
         buffers: Buffers of all steps, two-phase ones too; filled in before a step starts.
         two_phase: The steps whose requests ask for more than the sampling rule.
-        capture: Layers whose input was captured at warm-up.
+        layers: Layers whose input (the residual stream) graphs keep for a draft; set by `warm_up`.
         trees: int32 [max_batch, 2, max_rows - 1]: proposals of a draft on the device, for records
             that refer to them.
         accepted, accepted_index: Outcome of the newest step for a draft; see `steps.Ended`.
@@ -60,7 +60,7 @@ class DecodeGraphs:
         self._capturer = capturer or GraphCapturer(step)
         self.shortage = Shortage()
         self.two_phase = TwoPhaseGraphs(step, self.buffers, self._capturer, self.shortage, listener)
-        self.capture: tuple[int, ...] = ()
+        self.layers: tuple[int, ...] = ()
         self.trees = step.trees
         self.accepted, self.accepted_index = step.accepted, step.accepted_index
         self.pool = self._capturer.pool
@@ -123,38 +123,38 @@ class DecodeGraphs:
             self._forwards.add(kind, partial(self._capturer.run_and_capture, compute))
         return _run(self._forwards[kind], compute)
 
-    def runs(self, capture: Sequence[int]) -> list[Callable[[], object]]:
+    def runs(self, layers: Sequence[int]) -> list[Callable[[], object]]:
         """Returns runs that compile the kernels of all steps, those of `capture_next` too, for
         `compile_ahead`.
         """
         kinds = [
-            StepKind(batch, rows, tuple(capture), is_filtered)
+            StepKind(batch, rows, tuple(layers), is_filtered)
             for batch, rows in self.shapes.all()
             for is_filtered in (True, False)
         ]
-        kinds.append(StepKind(1, 1, tuple(capture), True, True))
-        kinds += [StepKind(*shape, tuple(capture), shares_keys=True) for shape in self._can_share()]
+        kinds.append(StepKind(1, 1, tuple(layers), True, True))
+        kinds += [StepKind(*shape, tuple(layers), shares_keys=True) for shape in self._can_share()]
         return [partial(self._try, kind) for kind in kinds]
 
-    def warm_up(self, capture: Sequence[int]) -> None:
+    def warm_up(self, layers: Sequence[int]) -> None:
         """Captures every shape, largest first, so that the others fit its memory; with filters only
         that one, see `capture_next`, and none that reads shared keys once.
         """
-        self.capture = layers = tuple(capture)
+        self.layers = tuple(layers)
         largest, *others = self.shapes.all()
-        self.idle_step(StepKind(*largest, layers, is_filtered=True))
+        self.idle_step(StepKind(*largest, self.layers, is_filtered=True))
         for shape in (largest, *others):
-            self.idle_step(StepKind(*shape, layers))
+            self.idle_step(StepKind(*shape, self.layers))
         self._later = [
-            StepKind(*shape, layers, is_filtered, shares_keys=True)
+            StepKind(*shape, self.layers, is_filtered, shares_keys=True)
             for is_filtered in (True, False)
             for shape in self._can_share()
         ]
-        self._later += [StepKind(*shape, layers, is_filtered=True) for shape in others]
+        self._later += [StepKind(*shape, self.layers, is_filtered=True) for shape in others]
         # Others are captured when they are needed; their kernels are ready then.
         self.buffers.fill_padding(1)
         self.buffers.upload(1)
-        step = self.two_phase.start(StepKind(1, 1, layers, True, True), 1)
+        step = self.two_phase.start(StepKind(1, 1, self.layers, True, True), 1)
         self.two_phase.choose(step, 0).chosen()
 
     def idle_step(self, kind: StepKind) -> None:

@@ -30,8 +30,8 @@ class StepListener(Protocol):
     def two_phase_step(self, kind: StepKind, num_sequences: int, buffers: StepBuffers) -> None:
         """Hears of a two-phase step."""
 
-    def mixed(self, rows: Sequence[StepRows], capture: Sequence[int]) -> None:
+    def mixed(self, rows: Sequence[StepRows], layers: Sequence[int]) -> None:
         """Hears of a forward with prompts."""
 
-    def mixed_warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+    def mixed_warm_up(self, layers: Sequence[int], has_branches: bool) -> None:
         """Hears that forwards with prompts are captured."""

@@ -70,13 +70,13 @@ class MixedKind:
 
     Attributes:
         size: Number of rows in all, padding included.
-        capture: Layers whose input (the residual stream) is captured for a draft.
-        is_masked: Whether there is a tree with branches.
+        layers: Layers whose input (the residual stream) the graph keeps for a draft.
+        has_branches: Whether there is a tree with branches.
     """
 
     size: int
-    capture: tuple[int, ...]
-    is_masked: bool
+    layers: tuple[int, ...]
+    has_branches: bool
 
 
 class MixedGraphs:
@@ -147,7 +147,7 @@ class MixedGraphs:
     def forward(
         self,
         rows: Sequence[StepRows],
-        capture: Sequence[int],
+        layers: Sequence[int],
         settle: Callable[[], None] = no_wait,
     ) -> ModelOutput:
         """Computes rows that `takes` has accepted, and writes their keys and values.
@@ -160,10 +160,10 @@ class MixedGraphs:
             of all rows, valid until the next forward.
         """
         if self._listener is not None:
-            self._listener.mixed(rows, capture)
+            self._listener.mixed(rows, layers)
         num_rows = sum(len(one.tokens) for one in rows)
         size = next(size for size in self.sizes if size >= num_rows)
-        kind = MixedKind(size, tuple(capture), any(one.parents is not None for one in rows))
+        kind = MixedKind(size, tuple(layers), any(one.parents is not None for one in rows))
         if not self._graphs.has_graphs(kind):
             settle()
         wanted = self._upload(kind, rows)
@@ -178,11 +178,11 @@ class MixedGraphs:
         hidden = self._hidden[:num_rows]
         with few_variants(cut_keys=True):  # rows of any number
             logits = self._model.lm_head(hidden[wanted])
-        if not capture:
+        if not layers:
             return ModelOutput(logits, hidden)
-        streams = self._streams[kind.capture][:num_rows]
+        streams = self._streams[kind.layers][:num_rows]
         captured = list(streams.split(self._model.config.hidden_size, 1))
-        return ModelOutput(logits, hidden, captured, streams, kind.capture)
+        return ModelOutput(logits, hidden, captured, streams, kind.layers)
 
     def settle(self) -> None:
         """Waits until the device has read the last upload, so that host memory may be overwritten.
@@ -191,14 +191,14 @@ class MixedGraphs:
         """
         self._uploaded.synchronize()
 
-    def runs(self, capture: Sequence[int], has_branches: bool) -> list[Callable[[], object]]:
+    def runs(self, layers: Sequence[int], has_branches: bool) -> list[Callable[[], object]]:
         """Returns what `warm_up` captures, as functions that `compile_ahead` takes."""
-        kinds = self._kinds(capture, has_branches)
+        kinds = self._kinds(layers, has_branches)
         for kind in kinds:
             self._make_room(kind)
         return [partial(self._try, kind) for kind in kinds]
 
-    def warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+    def warm_up(self, layers: Sequence[int], has_branches: bool) -> None:
         """Captures all sizes, the largest first, so that the others fit its memory.
 
         Args:
@@ -206,16 +206,16 @@ class MixedGraphs:
                 when they come.
         """
         if self._listener is not None:
-            self._listener.mixed_warm_up(capture, has_branches)
-        for kind in self._kinds(capture, has_branches):
+            self._listener.mixed_warm_up(layers, has_branches)
+        for kind in self._kinds(layers, has_branches):
             self._upload(kind, ())
             self._graphs.add(kind, partial(self._capture, kind))
 
-    def _kinds(self, capture: Sequence[int], has_branches: bool) -> list[MixedKind]:
+    def _kinds(self, layers: Sequence[int], has_branches: bool) -> list[MixedKind]:
         return [
-            MixedKind(size, tuple(capture), is_masked)
+            MixedKind(size, tuple(layers), with_branches)
             for size in reversed(self.sizes)
-            for is_masked in {False, has_branches}
+            for with_branches in {False, has_branches}
         ]
 
     def close(self) -> None:
@@ -258,7 +258,7 @@ class MixedGraphs:
         parts.owners[:num_rows] = np.repeat(np.arange(len(rows)), counts)
         keys = np.arange(num_rows) + np.repeat(starts - first_rows, counts)
         parts.keys[:num_rows] = parts.positions[:num_rows] = keys
-        if kind.is_masked:
+        if kind.has_branches:
             self._fill_trees(parts.positions, rows, first_rows)
         table = parts.sequences.reshape(_NUMBERS, -1)
         table[:] = 0
@@ -275,7 +275,7 @@ class MixedGraphs:
         index = np.flatnonzero(np.arange(num_rows) >= np.repeat(first_rows + asked, counts))
         parts.wanted[: len(index)] = index
         self._ints[:total].copy_(self._host_ints[:total], non_blocking=True)
-        if kind.is_masked:
+        if kind.has_branches:
             self._masks[: kind.size].copy_(self._host_masks[: kind.size], non_blocking=True)
         self._uploaded.record()
         return self._cut(self._ints, lengths).wanted[: len(index)].long()
@@ -320,9 +320,9 @@ class MixedGraphs:
 
     def _make_room(self, kind: MixedKind) -> None:
         """Allocates memory for the captured streams, outside the memory of the graphs."""
-        if kind.capture not in self._streams:
-            width = len(kind.capture) * self._model.config.hidden_size
-            self._streams[kind.capture] = self._hidden.new_zeros(self._hidden.shape[0], width)
+        if kind.layers not in self._streams:
+            width = len(kind.layers) * self._model.config.hidden_size
+            self._streams[kind.layers] = self._hidden.new_zeros(self._hidden.shape[0], width)
 
     def compute(self, kind: MixedKind) -> None:
         """Computes the captured forward, from uploaded rows to hidden states and streams in memory
@@ -337,7 +337,7 @@ class MixedGraphs:
         slots = page * kv.page_size + keys % kv.page_size
         slots = torch.where(owners < 0, kv.num_pages * kv.page_size, slots)
         mask = tail_positions = None
-        if kind.is_masked:
+        if kind.has_branches:
             mask = self._masks[:size]
             columns = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
             rows = (first_row[:, None] + columns).clamp_max(size - 1)
@@ -352,17 +352,17 @@ class MixedGraphs:
             write_index=start,
             positions=positions,
             tail_mask=mask,
-            is_causal=is_causal.to(torch.int8) if kind.is_masked else None,
+            is_causal=is_causal.to(torch.int8) if kind.has_branches else None,
             tail_positions=tail_positions,
             max_rows=size,
             num_splits=1,
             blocks=parts.blocks.view(2, -1),
         )
         batch = Batch(tokens, positions, slots, (), plan=plan)
-        hidden, _, streams = self._model.states(batch, kv, self._attention, kind.capture)
+        hidden, _, streams = self._model.states(batch, kv, self._attention, kind.layers)
         self._hidden[:size].copy_(hidden)
         if streams is not None:
-            self._streams[kind.capture][:size].copy_(streams)
+            self._streams[kind.layers][:size].copy_(streams)
 
 
 def mixed_sizes(model: DecoderModel, max_rows: int) -> list[int]:

@@ -39,7 +39,7 @@ class StepKind:
 
     Attributes:
         batch, rows: Number of sequences, and of rows of each, padding included.
-        capture: Layers whose input (the residual stream) is captured for a draft.
+        layers: Layers whose input (the residual stream) the graph keeps for a draft.
         is_filtered: Whether the step applies top-k, top-p and min-p of the records.
         is_two_phase: Whether the step applies everything else that records can ask for; forward and
             choice are two graphs then.
@@ -49,7 +49,7 @@ class StepKind:
 
     batch: int
     rows: int
-    capture: tuple[int, ...]
+    layers: tuple[int, ...]
     is_filtered: bool = False
     is_two_phase: bool = False
     with_logprobs: bool = False
@@ -177,7 +177,7 @@ class DecodeStep:
         if self._group.size > 1:
             self._begin_as_rank_0(begun)
         batch, tables = self._batch(kind, inputs, begun)
-        output = self._model.forward(batch, self._kv, self._attention, kind.capture)
+        output = self._model.forward(batch, self._kv, self._attention, kind.layers)
         return Forward(output, begun, batch.positions, tables)
 
     def _begin_as_rank_0(self, begun: Begun) -> None:

@@ -85,20 +85,20 @@ class StepSender:
         """
         self._send(Kind.TWO_PHASE_STEP, kind, num_sequences, buffers)
 
-    def mixed(self, rows: Sequence[StepRows], capture: Sequence[int]) -> None:
+    def mixed(self, rows: Sequence[StepRows], layers: Sequence[int]) -> None:
         """See StepListener."""
-        self._board.write(messages.mixed(rows, capture))
+        self._board.write(messages.mixed(rows, layers))
 
-    def mixed_warm_up(self, capture: Sequence[int], has_branches: bool) -> None:
+    def mixed_warm_up(self, layers: Sequence[int], has_branches: bool) -> None:
         """See StepListener."""
-        self._board.write(messages.mixed_warm_up(capture, has_branches))
+        self._board.write(messages.mixed_warm_up(layers, has_branches))
 
     def _send(
         self, message: Kind, kind: StepKind, num_sequences: int, buffers: StepBuffers
     ) -> None:
-        header = messages.header(message, num_sequences, len(kind.capture))
+        header = messages.header(message, num_sequences, len(kind.layers))
         step = messages.packed(STEP, [(kind.rows, *(getattr(kind, flag) for flag in FLAGS))])
-        layers = np.asarray(kind.capture, np.int32).tobytes()
+        layers = np.asarray(kind.layers, np.int32).tobytes()
         self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
 
 
