@@ -225,7 +225,7 @@ class ToyTarget(Executor):
         if ahead.fetch is not None:
             fetched = torch.zeros(64, 2, self._max_rows - 1, dtype=torch.int64)
             ahead.fetch(fetched)
-            for i, row in enumerate(ahead.trees):
+            for i, row in enumerate(ahead.tree_rows):
                 if row is not None:
                     tokens, parents = fetched[row].tolist()
                     size = min(num_rows - 1, sum(parent >= -1 for parent in parents))

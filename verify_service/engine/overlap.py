@@ -146,13 +146,13 @@ class OverlapScheduler:
         if self._drafts.capture is not None:
             count = len(running.sequences) * running.started.num_rows
             running.gathered = self._gather(running, count, without=proposals.draft) or None
-        trees = [one.row if one.num_nodes else None for one in requests]
+        tree_rows = [one.row if one.num_nodes else None for one in requests]
         await_trees = partial(_await_trees, proposals.trees, time.perf_counter())
         wait = Wait(proposals.depth, len(going), None)
         return self._start_ahead(
             running,
             going,
-            Ahead(num_rows, trees, proposals.trees.fetch, await_trees),
+            Ahead(num_rows, tree_rows, proposals.trees.fetch, await_trees),
             proposals,
             wait._replace(parts=((proposals.draft, wait),)),
         )

@@ -35,7 +35,7 @@ class Ahead:
 
     Attributes:
         num_rows: Number of rows of each sequence, the root included; larger trees are cut.
-        trees: For each sequence, the row of its tree among those that `fetch` copies; None to
+        tree_rows: For each sequence, the row of its tree among those that `fetch` copies; None to
             verify none.
         fetch: Copies the trees into int32 [n, 2, N] on the device; None where none are verified.
         await_trees: Waits until its argument returns True, and ends the wait of `fetch` for a draft
@@ -43,7 +43,7 @@ class Ahead:
     """
 
     num_rows: int
-    trees: Sequence[int | None]
+    tree_rows: Sequence[int | None]
     fetch: Callable[[torch.Tensor], None] | None = None
     await_trees: Callable[[Callable[[], bool]], None] = no_trees
 

@@ -130,12 +130,12 @@ class GraphExecutor(EagerExecutor):
                 fetched.record()
                 ahead.await_trees(fetched.query)
             if kind.is_two_phase and any(
-                tree is not None and sequence.is_masked
-                for sequence, tree in zip(sequences, ahead.trees, strict=True)
+                row is not None and sequence.is_masked
+                for sequence, row in zip(sequences, ahead.tree_rows, strict=True)
             ):
                 graphs.two_phase.send_trees()
         trees = [rows.tree for rows in batch]
-        return self._start(kind, sequences, trees, ahead.trees)
+        return self._start(kind, sequences, trees, ahead.tree_rows)
 
     def _run_and_choose(self, step: Step) -> StepResult:
         """Runs the forward as a graph, and lets the sampler choose the tokens."""
@@ -188,7 +188,7 @@ class GraphExecutor(EagerExecutor):
         kind: StepKind,
         sequences: Sequence[RequestSequence],
         trees: Sequence[DraftTree],
-        rows: Sequence[int | None],
+        tree_rows: Sequence[int | None],
     ) -> GraphRun:
         """Starts the step whose records are filled in; see `TwoPhaseRun` for the arguments."""
         graphs, count = self._graphs, len(sequences)
@@ -201,7 +201,14 @@ class GraphExecutor(EagerExecutor):
         step = graphs.two_phase.start(kind, count)
         outcome = DeviceOutcome(count, *where, step.output)
         return TwoPhaseRun(
-            graphs.two_phase, self._tables, step, sequences, trees, rows, outcome, self._vocab_size
+            graphs.two_phase,
+            self._tables,
+            step,
+            sequences,
+            trees,
+            tree_rows,
+            outcome,
+            self._vocab_size,
         )
 
     def _logits(

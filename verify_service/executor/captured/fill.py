@@ -84,8 +84,8 @@ class RecordFiller:
         if ahead.fetch is None:
             records["tree"], records["num_rows"] = -1, 1
         else:
-            records["tree"] = [-1 if tree is None else tree for tree in ahead.trees]
-            records["num_rows"] = [1 if tree is None else num_rows for tree in ahead.trees]
+            records["tree"] = [-1 if row is None else row for row in ahead.tree_rows]
+            records["num_rows"] = [1 if row is None else num_rows for row in ahead.tree_rows]
         self._force(records)
         records["parents"][:, :num_rows] = NO_PARENT
 

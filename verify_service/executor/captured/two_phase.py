@@ -99,7 +99,7 @@ class TwoPhaseRun(GraphRun):
 
     Args:
         trees: Trees that are verified, where the host knows them.
-        rows: For each sequence, the row of its tree among a draft's trees on the device; None
+        tree_rows: For each sequence, the row of its tree among a draft's trees on the device; None
             where the host knows the tree, or there is none.
     """
 
@@ -110,15 +110,15 @@ class TwoPhaseRun(GraphRun):
         step: TwoPhaseStep,
         sequences: Sequence[RequestSequence],
         trees: Sequence[DraftTree],
-        rows: Sequence[int | None],
+        tree_rows: Sequence[int | None],
         outcome: DeviceOutcome,
         vocab_size: int,
     ) -> None:
         super().__init__(None, step.kind.rows, outcome, vocab_size)
         self._graphs, self._tables, self._step = graphs, tables, step
-        self._sequences, self._trees, self._rows = sequences, trees, rows
+        self._sequences, self._trees, self._tree_rows = sequences, trees, tree_rows
         self._followers = _followers(sequences)
-        self._waits = any(rows[i] is not None for i in self._followers)
+        self._waits = any(tree_rows[i] is not None for i in self._followers)
         if not self._followers:
             self._running = graphs.choose(step, 0)
 
@@ -136,7 +136,7 @@ class TwoPhaseRun(GraphRun):
         proposed = tables.trees(turn) if self._waits else None
         work = []
         for i, follower in enumerate(self._followers):
-            tree, row = self._trees[follower], self._rows[follower]
+            tree, row = self._trees[follower], self._tree_rows[follower]
             if row is not None and proposed is not None:
                 tree = self._proposed(proposed[row])
             block = masks[i * num_rows : (i + 1) * num_rows]
