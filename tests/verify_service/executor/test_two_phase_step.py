@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft.types import SamplingParams
-from verify_service.executor.captured.two_phase import SlotTables, needs_two_phases
+from verify_service.executor.captured.fill import needs_two_phases
+from verify_service.executor.captured.two_phase import SlotTables
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
 from verify_service.executor.kernels.adjust import history, kinds
 from verify_service.scheduler.request import Sequence

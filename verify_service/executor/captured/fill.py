@@ -11,9 +11,10 @@ from foredraft.trees.draft_tree import NO_PARENT, ROOT, DraftTree
 from verify_service.executor.base import Ahead, no_wait
 from verify_service.executor.captured.shared_keys import COLUMNS, Sharers, columns_of, find_groups
 from verify_service.executor.captured.step_buffers import StepBuffers
-from verify_service.executor.captured.two_phase import fill_adjustments, needs_two_phases
 from verify_service.executor.choice.sampler import VerifyRows
 from verify_service.executor.choice.simulation import SimulatedAcceptance
+from verify_service.executor.kernels import adjust
+from verify_service.executor.records import ADJUSTMENT
 from verify_service.scheduler.request import Sequence as RequestSequence
 
 
@@ -116,7 +117,7 @@ class RecordFiller:
         records["sampling"] = self.members.sampling
         self.shares_keys = False
         if self.members.is_two_phase:
-            fill_adjustments(records, sequences, num_rows)
+            _fill_adjustments(records, sequences, num_rows)
         else:
             self._fill_shared_keys(records, num_rows)
         return records
@@ -205,3 +206,35 @@ def _fill_trees(
         own_tokens[:count] = tree.tokens
         own_parents[:count] = tree.parents
         own_parents[:count] += 1
+
+
+def needs_two_phases(sequence: RequestSequence) -> bool:
+    """Returns whether a request asks for more than the sampling rule."""
+    sampling = sequence.sampling
+    return sequence.is_masked or sampling.logprobs is not None or adjust.kinds(sampling) != 0
+
+
+def _fill_adjustments(
+    records: npt.NDArray[np.void], sequences: Sequence[RequestSequence], num_rows: int
+) -> None:
+    """Fills in the columns of the records that only two-phase steps read."""
+    records["adjustment"] = ADJUSTMENT.pack(map(_adjustment, sequences))
+    records["mask"] = 0
+    for i, index in enumerate(masked_indexes(sequences)):
+        records["mask"][index] = 1 + i * num_rows
+
+
+def masked_indexes(sequences: Sequence[RequestSequence]) -> list[int]:
+    """Returns the indexes of sequences that have masks."""
+    return [i for i, sequence in enumerate(sequences) if sequence.is_masked]
+
+
+def _adjustment(sequence: RequestSequence) -> tuple[float, ...]:
+    sampling = sequence.sampling
+    return (
+        adjust.kinds(sampling),
+        sequence.num_prompt + sampling.min_new_tokens,
+        sampling.repetition_divisor,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )

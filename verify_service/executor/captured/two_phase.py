@@ -16,13 +16,13 @@ import numpy.typing as npt
 from foredraft.trees.draft_tree import NO_PARENT, DraftTree
 from verify_service import metrics
 from verify_service.executor.base import DeviceOutcome, StepResult
+from verify_service.executor.captured.fill import masked_indexes
 from verify_service.executor.captured.pending import GraphRun
 from verify_service.executor.captured.running_step import LogProbs
 from verify_service.executor.captured.two_phase_graphs import TwoPhaseGraphs, TwoPhaseStep
 from verify_service.executor.captured.two_phase_tables import TwoPhaseTables
 from verify_service.executor.choice.sampler import Outcome
 from verify_service.executor.kernels import adjust
-from verify_service.executor.records import ADJUSTMENT
 from verify_service.grammar.masks import fill_two_phase_masks, side_by_side
 from verify_service.outputs import TokenLogprob
 from verify_service.scheduler.request import Sequence as RequestSequence
@@ -78,22 +78,6 @@ class SlotTables:
         self._held[slot] = _Held(sequence.request_id, sequence.num_output)
 
 
-def needs_two_phases(sequence: RequestSequence) -> bool:
-    """Returns whether a request asks for more than the sampling rule."""
-    sampling = sequence.sampling
-    return sequence.is_masked or sampling.logprobs is not None or adjust.kinds(sampling) != 0
-
-
-def fill_adjustments(
-    records: npt.NDArray[np.void], sequences: Sequence[RequestSequence], num_rows: int
-) -> None:
-    """Fills in the columns of the records that only two-phase steps read."""
-    records["adjustment"] = ADJUSTMENT.pack(map(_adjustment, sequences))
-    records["mask"] = 0
-    for i, row in enumerate(_followers(sequences)):
-        records["mask"][row] = 1 + i * num_rows
-
-
 class TwoPhaseRun(GraphRun):
     """Stands for a two-phase step whose forward was started.
 
@@ -117,9 +101,9 @@ class TwoPhaseRun(GraphRun):
         super().__init__(None, step.kind.rows, outcome, vocab_size)
         self._graphs, self._tables, self._step = graphs, tables, step
         self._sequences, self._trees, self._tree_rows = sequences, trees, tree_rows
-        self._followers = _followers(sequences)
-        self._waits = any(tree_rows[i] is not None for i in self._followers)
-        if not self._followers:
+        self._masked = masked_indexes(sequences)
+        self._waits = any(tree_rows[i] is not None for i in self._masked)
+        if not self._masked:
             self._running = graphs.choose(step, 0)
 
     @property
@@ -132,19 +116,19 @@ class TwoPhaseRun(GraphRun):
         if self._running is not None:
             return
         tables, turn, num_rows = self._graphs.tables, self._step.turn, self.num_rows
-        masks = tables.masks(turn, len(self._followers) * num_rows)
+        masks = tables.masks(turn, len(self._masked) * num_rows)
         proposed = tables.trees(turn) if self._waits else None
         work = []
-        for i, follower in enumerate(self._followers):
-            tree, row = self._trees[follower], self._tree_rows[follower]
+        for i, masked in enumerate(self._masked):
+            tree, row = self._trees[masked], self._tree_rows[masked]
             if row is not None and proposed is not None:
                 tree = self._proposed(proposed[row])
             block = masks[i * num_rows : (i + 1) * num_rows]
             work.append(
-                functools.partial(fill_two_phase_masks, self._sequences[follower], tree, block)
+                functools.partial(fill_two_phase_masks, self._sequences[masked], tree, block)
             )
         side_by_side(work)
-        metrics.LATE_MASKS.inc(len(self._followers))
+        metrics.LATE_MASKS.inc(len(self._masked))
         metrics.AWAITED_MASKS.inc(self._step.forwarded.query())
         self._running = self._graphs.choose(self._step, len(masks))
 
@@ -166,22 +150,6 @@ class TwoPhaseRun(GraphRun):
         tokens, parents = tree[:, : self.num_rows - 1]
         parents = np.where((tokens >= 0) & (tokens < self._vocab_size), parents, NO_PARENT)
         return DraftTree(tuple(tokens.tolist()), tuple(parents.tolist()))
-
-
-def _followers(sequences: Sequence[RequestSequence]) -> list[int]:
-    """Returns the indexes of sequences that have masks."""
-    return [i for i, sequence in enumerate(sequences) if sequence.is_masked]
-
-
-def _adjustment(sequence: RequestSequence) -> tuple[float, ...]:
-    sampling = sequence.sampling
-    return (
-        adjust.kinds(sampling),
-        sequence.num_prompt + sampling.min_new_tokens,
-        sampling.repetition_divisor,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    )
 
 
 def _report(outcome: Outcome, logprobs: LogProbs, first_row: int, top_n: int) -> None:
