@@ -162,7 +162,7 @@ def _step(
     step_kind = StepKind(batch, len(parents), ())
 
     def run() -> None:
-        records = graphs.buffers.records(batch)
+        records = graphs.buffers.next_records(batch)
         records["slot"] = range(batch)
         records["committed"], records["num_rows"], records["tree"] = context, len(parents), -1
         records["entry"] = records["new_page"] = records["forced"] = records["mask"] = 0

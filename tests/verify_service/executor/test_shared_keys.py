@@ -134,7 +134,7 @@ class Buffers:
         self.filled = np.zeros(4, record(2))
         self._can_share = can_share
 
-    def records(self, num_sequences: int) -> np.ndarray:
+    def next_records(self, num_sequences: int) -> np.ndarray:
         self.filled.view(np.uint8)[:] = 0
         return self.filled[:num_sequences]
 

@@ -160,9 +160,9 @@ class GraphExecutor(EagerExecutor):
         if not self._mixed.takes(rows):
             step.settle()  # the runner waits for the device, and many launches do
             return super()._forward(sequences, rows, step)
-        self._mixed.settle()
+        self._mixed.await_upload()
         # A running step may still read the present block of page updates.
-        self._graphs.buffers.records(0)
+        self._graphs.buffers.next_turn()
         self._filler.update_pages(sequences, step.settle)
         return self._mixed.forward(rows, step.capture or self._graphs.layers, step.settle)
 

@@ -107,7 +107,7 @@ class RecordFiller:
 
     def _fill(self, sequences: list[RequestSequence], num_rows: int) -> npt.NDArray[np.void]:
         """Fills in everything but roots and trees."""
-        records = self._buffers.records(len(sequences))
+        records = self._buffers.next_records(len(sequences))
         self._fill_pages(records, sequences)
         slots = [sequence.slot or 0 for sequence in sequences]
         if self.members.sequences != sequences or self.members.slots != slots:

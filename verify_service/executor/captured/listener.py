@@ -12,7 +12,7 @@ from verify_service.executor.records import PageUpdate
 class StepListener(Protocol):
     """Hears of captured steps before this process starts or captures them.
 
-    The records of a step are in the newest buffers (`StepBuffers.block`).
+    The records of a step are in the newest buffers (`StepBuffers.all_records`).
     """
 
     def pages(self, updates: Sequence[PageUpdate]) -> None:

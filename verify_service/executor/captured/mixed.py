@@ -184,7 +184,7 @@ class MixedGraphs:
         captured = list(streams.split(self._model.config.hidden_size, 1))
         return ModelOutput(logits, hidden, captured, streams, kind.layers)
 
-    def settle(self) -> None:
+    def await_upload(self) -> None:
         """Waits until the device has read the last upload, so that host memory may be overwritten.
 
         The chunks of a prompt need no wait, so the host may be several forwards ahead.
@@ -243,7 +243,7 @@ class MixedGraphs:
 
     def _upload(self, kind: MixedKind, rows: Sequence[StepRows]) -> torch.Tensor:
         """Sends the rows to the device; returns the rows with logits there."""
-        self.settle()
+        self.await_upload()
         lengths = self._lengths(kind.size)
         total = sum(lengths)
         parts = _Parts(*(part.numpy() for part in self._cut(self._host_ints, lengths)))

@@ -1,7 +1,8 @@
 """What the host and captured decode steps exchange: records and page tables in, outcomes out.
 
-A step's buffers are filled in this order: `records`, `set_pages`, `upload`; then the step starts,
-and `download` fetches its outcome. There are `UNDER_WAY` sets of host buffers, taken in turns.
+A step's buffers are filled in this order: `next_records`, `set_pages`, `upload`; then the step
+starts, and `download` fetches its outcome. There are `UNDER_WAY` sets of host buffers, taken in
+turns.
 """
 
 import itertools
@@ -57,19 +58,23 @@ class StepBuffers:
         self._results = pinned(UNDER_WAY, *step.results.shape)
         self._done = [torch.cuda.Event() for _ in range(UNDER_WAY)]
 
-    def records(self, num_sequences: int) -> npt.NDArray[np.void]:
-        """Returns the records to fill in for the next step [num_sequences], with `tokens` and
-        `parents`. Padding is filled in already.
+    def next_records(self, num_sequences: int) -> npt.NDArray[np.void]:
+        """Takes the next buffers, and returns their records to fill in [num_sequences], with
+        `tokens` and `parents`. Padding is filled in already.
 
         They are views of pinned memory. A tree's rows are the root, then its nodes; see
         `kernels.trees` for their parents.
         """
-        self.turn = (self.turn + 1) % UNDER_WAY
+        self.next_turn()
         batch = self._shapes.batch_size(num_sequences)
         host = self._records[self.turn]
         if num_sequences < batch:
             host[num_sequences:batch] = self._padding
         return host[:num_sequences]
+
+    def next_turn(self) -> None:
+        """Takes the next buffers, for callers that fill in no records of sequences."""
+        self.turn = (self.turn + 1) % UNDER_WAY
 
     def block_sizes(self, num_sequences: int, num_rows: int) -> BlockSizes:
         """Returns the sizes of blocks that read shared keys together in a step."""
@@ -77,15 +82,15 @@ class StepBuffers:
 
     def fill_padding(self, num_sequences: int) -> None:
         """Takes the next buffers, for a step of sequences that do not exist."""
-        self.records(0)
+        self.next_turn()
         self._records[self.turn][:num_sequences] = self._padding
 
-    def block(self, num_sequences: int) -> npt.NDArray[np.int32]:
-        """Returns all records that `records` gave last, padding included, [batch, words]."""
+    def all_records(self, num_sequences: int) -> npt.NDArray[np.int32]:
+        """Returns all records that `next_records` gave last, padding included, [batch, words]."""
         return self._blocks[self.turn][: self._shapes.batch_size(num_sequences)].numpy()
 
-    def settle(self) -> None:
-        """Waits until the memory that `records` returns next may be overwritten; for callers that
+    def await_free_buffers(self) -> None:
+        """Waits until the memory that `next_records` returns may be overwritten; for callers that
         wait for no outcome.
         """
         self._done[(self.turn + 1) % UNDER_WAY].synchronize()
@@ -95,7 +100,8 @@ class StepBuffers:
     ) -> None:
         """Writes parts of page tables.
 
-        Call it after `records`; it holds for that step and later ones.
+        Call it after `next_records`, or `next_turn` where no records are sent; it holds for that
+        step and later ones.
 
         Args:
             settle: See `Step`; called if there are so many that the host waits for the device.

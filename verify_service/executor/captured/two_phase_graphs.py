@@ -80,7 +80,7 @@ class TwoPhaseGraphs:
     def send_trees(self) -> None:
         """Copies the present trees of a draft to the host, for that step's `tables.trees`.
 
-        Call it after `StepBuffers.records`.
+        Call it after `StepBuffers.next_records`.
         """
         self.tables.send_trees(self._buffers.turn, self._step.trees)
 

@@ -99,7 +99,7 @@ class StepSender:
         header = messages.header(message, num_sequences, len(kind.layers))
         step = messages.packed(STEP, [(kind.rows, *(getattr(kind, flag) for flag in FLAGS))])
         layers = np.asarray(kind.layers, np.int32).tobytes()
-        self._board.write(header + step + layers + buffers.block(num_sequences).tobytes())
+        self._board.write(header + step + layers + buffers.all_records(num_sequences).tobytes())
 
 
 def captured(
@@ -154,7 +154,7 @@ class GraphFollower:
                 # The device must have read the previous updates before more are filled in.
                 torch.cuda.current_stream().synchronize()
                 self._set_pages()
-            self._mixed.settle()
+            self._mixed.await_upload()
             self._mixed.forward(*messages.read_mixed(message))
         elif kind is Kind.MIXED_WARM_UP:
             self._mixed.warm_up(*messages.read_mixed_warm_up(message))
@@ -176,11 +176,11 @@ class GraphFollower:
             tuple(rest.ints(rest.num_layers)),
             *(bool(step[flag]) for flag in FLAGS),
         )
-        buffers.settle()
-        buffers.records(count)
+        buffers.await_free_buffers()
+        buffers.next_records(count)
         self._set_pages()
-        block = buffers.block(count)
-        block[:] = rest.words(block.size).reshape(block.shape)
+        records = buffers.all_records(count)
+        records[:] = rest.words(records.size).reshape(records.shape)
         buffers.upload(count)
         if kind is Kind.STEP:
             graphs.start(own, count)
