@@ -18,7 +18,7 @@ from foredraft.types import MAX_LOGPROBS
 from verify_service.drafts.hidden_state_buffer import MOST_BYTES as MOST_BUFFERED
 from verify_service.executor.captured.mixed import mixed_sizes
 from verify_service.executor.captured.shapes import batch_sizes, row_sizes
-from verify_service.executor.captured.step import ROWS_AT_ONCE
+from verify_service.executor.captured.step import FILTERED_AT_ONCE
 from verify_service.executor.captured.step_buffers import PAGE_UPDATES
 from verify_service.executor.captured.two_phase_tables import MASK_BITS
 from verify_service.executor.choice.sampler import CHOSEN_AT_ONCE, MASKED_AT_ONCE
@@ -263,7 +263,7 @@ class _Sizes:
         mixed_rows = self._mixed_rows()
         rows = max(decode_rows, mixed_rows)
         product = self._product([self._model.lm_head], decode_rows)
-        at_once = min(decode_rows, max(ROWS_AT_ONCE, tree))
+        at_once = min(decode_rows, max(FILTERED_AT_ONCE, tree))
         choice = self._vocabularies(at_once * _RANKED_BYTES)
         logits = product.result + self._widened(decode_rows) + max(product.scratch, choice)
         alone = self._attention_of(decode_rows, cuts_keys=True)

@@ -274,7 +274,14 @@ def test_captured_steps(gpu, monkeypatch, kind, is_exact, weights):
         mixed._make_room(MixedKind(1024, layers, False))
 
     def decode(with_logprobs: bool) -> None:
-        shape = StepKind(48, kind.max_rows, layers, True, True, with_logprobs)
+        shape = StepKind(
+            48,
+            kind.max_rows,
+            layers,
+            is_filtered=True,
+            is_two_phase=True,
+            with_logprobs=with_logprobs,
+        )
         step.choose(shape, step.forward(shape))
 
     found = [most_bytes(lambda: decode(False)), most_bytes(lambda: decode(True))]

@@ -33,7 +33,7 @@ STEP = Layout(
     ("adjustment", ADJUSTMENT),
     ("entry", np.int32),  # entry of the slot's page table to set before the step reads it
     ("new_page", np.int32),  # 1 + the entry's new page, 0 for no change
-    # Read by steps that read shared keys once; see `shared_keys`.
+    # Read by steps that read shared keys only once; see `shared_keys`.
     ("shared_keys", np.int32),  # first keys of the sequence that its block reads; 0 for none
     ("member", np.int32),  # a sequence of a block; those of each block side by side
     ("block_first", np.int32),  # where a block's sequences begin

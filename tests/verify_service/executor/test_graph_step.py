@@ -83,7 +83,7 @@ def test_steps_of_fixed_shape_give_what_the_engine_gives(
     from testing.eager_graphs import use_eager_graphs  # needs Triton
 
     use_eager_graphs(monkeypatch, attention)
-    monkeypatch.setattr(step, "ROWS_AT_ONCE", 6)  # so that there is more than one part
+    monkeypatch.setattr(step, "FILTERED_AT_ONCE", 6)  # so that there is more than one part
     overlapped, masks = OVERLAPPED_STEPS._value.get(), LATE_MASKS._value.get()
     got = run(path, algorithm, breadth)
     assert LATE_MASKS._value.get() - masks > 5

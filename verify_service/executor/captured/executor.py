@@ -170,9 +170,10 @@ class GraphExecutor(EagerExecutor):
         """Returns the kind of a step whose records are filled in."""
         filler, shape = self._filler, self._shape(step, num_rows)
         if not filler.members.is_two_phase:
-            return StepKind(*shape, filler.members.is_filtered, shares_keys=filler.shares_keys)
+            is_filtered = filler.members.is_filtered
+            return StepKind(*shape, is_filtered=is_filtered, shares_keys=filler.shares_keys)
         has_logprobs = any(rows.sequence.sampling.logprobs is not None for rows in step.batch)
-        return StepKind(*shape, True, True, has_logprobs)
+        return StepKind(*shape, is_filtered=True, is_two_phase=True, with_logprobs=has_logprobs)
 
     def _shape(self, step: Step, num_rows: int) -> tuple[int, int, tuple[int, ...]]:
         """Returns the first three fields of a step's `StepKind`."""

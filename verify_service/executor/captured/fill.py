@@ -62,7 +62,7 @@ class RecordFiller:
 
     Attributes:
         members: Sequences of the newest step.
-        shares_keys: Whether the newest step reads keys that sequences share once.
+        shares_keys: Whether the newest step reads shared keys only once.
     """
 
     def __init__(self, buffers: StepBuffers, simulated: SimulatedAcceptance | None) -> None:

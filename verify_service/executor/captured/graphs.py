@@ -128,17 +128,20 @@ class DecodeGraphs:
         `compile_ahead`.
         """
         kinds = [
-            StepKind(batch, rows, tuple(layers), is_filtered)
+            StepKind(batch, rows, tuple(layers), is_filtered=is_filtered)
             for batch, rows in self.shapes.all()
             for is_filtered in (True, False)
         ]
-        kinds.append(StepKind(1, 1, tuple(layers), True, True))
+        kinds.append(StepKind(1, 1, tuple(layers), is_filtered=True, is_two_phase=True))
         kinds += [StepKind(*shape, tuple(layers), shares_keys=True) for shape in self._can_share()]
         return [partial(self._try, kind) for kind in kinds]
 
     def warm_up(self, layers: Sequence[int]) -> None:
-        """Captures every shape, largest first, so that the others fit its memory; with filters only
-        that one, see `capture_next`, and none that reads shared keys once.
+        """Captures the plain step of every shape, the largest first, since the others then fit its
+        memory.
+
+        Of steps with filters it captures the largest; `capture_next` makes the others, and those
+        that share keys, later.
         """
         self.layers = tuple(layers)
         largest, *others = self.shapes.all()
@@ -146,7 +149,7 @@ class DecodeGraphs:
         for shape in (largest, *others):
             self.idle_step(StepKind(*shape, self.layers))
         self._later = [
-            StepKind(*shape, self.layers, is_filtered, shares_keys=True)
+            StepKind(*shape, self.layers, is_filtered=is_filtered, shares_keys=True)
             for is_filtered in (True, False)
             for shape in self._can_share()
         ]
@@ -154,7 +157,8 @@ class DecodeGraphs:
         # Others are captured when they are needed; their kernels are ready then.
         self.buffers.fill_padding(1)
         self.buffers.upload(1)
-        step = self.two_phase.start(StepKind(1, 1, self.layers, True, True), 1)
+        kind = StepKind(1, 1, self.layers, is_filtered=True, is_two_phase=True)
+        step = self.two_phase.start(kind, 1)
         self.two_phase.choose(step, 0).chosen()
 
     def idle_step(self, kind: StepKind) -> None:
@@ -182,7 +186,7 @@ class DecodeGraphs:
         self.two_phase.close()
 
     def _can_share(self) -> list[tuple[int, int]]:
-        """Returns the shapes of steps that can read shared keys once."""
+        """Returns the shapes of steps that can read shared keys only once."""
         return [shape for shape in self.shapes.all() if self._step.block_sizes(*shape).count]
 
     def _try(self, kind: StepKind) -> None:

@@ -283,7 +283,8 @@ class MixedGraphs:
     def _fill_blocks(self, blocks: np.ndarray, counts: np.ndarray, block_rows: int) -> None:
         """Lists the blocks of rows that one program each computes.
 
-        Prompts come last and are begun with, of each the rows that see most keys.
+        The list runs backwards: programs begin with the last sequences, which are prompts, and with
+        the last rows of each, which see most keys.
 
         Args:
             blocks: [2, blocks], filled: sequence, and number among its blocks.

@@ -44,9 +44,8 @@ def batch_sizes(max_batch: int) -> list[int]:
 
 
 def row_sizes(batch: int, max_rows: int) -> list[int]:
-    """Returns the numbers of rows that sequences are padded to:
-
-    1, powers of two, and `max_rows`.
+    """Returns the numbers of rows that sequences are padded to: 1, `max_rows`, and powers of two
+    between that make at least LEAST_ROWS rows in all.
 
     A few rows in all cost a GPU the same, so small batches have no small trees.
     """

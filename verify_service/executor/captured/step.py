@@ -30,7 +30,7 @@ from verify_service.executor.kernels.steps import (
 from verify_service.executor.kernels.trees import commit_paths, prepare_trees, walk_trees
 from verify_service.executor.records import STEP
 
-ROWS_AT_ONCE = 128  # number of rows that are filtered or adjusted at a time
+FILTERED_AT_ONCE = 128  # number of rows that are filtered or adjusted at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class StepKind:
     Attributes:
         batch, rows: Number of sequences, and of rows of each, padding included.
         layers: Layers whose input (the residual stream) the graph keeps for a draft.
-        is_filtered: Whether the step applies top-k, top-p and min-p of the records.
+        is_filtered: Whether the step applies top-k, top-p and min-p of the records. A two-phase
+            step is filtered too, so that few rows at a time are adjusted.
         is_two_phase: Whether the step applies everything else that records can ask for; forward and
             choice are two graphs then.
         with_logprobs: Whether the step computes log-probabilities; for two-phase steps only.
-        shares_keys: Whether the step reads keys that sequences share once; not for two-phase steps.
+        shares_keys: Whether the step reads shared keys only once; not for two-phase steps.
     """
 
     batch: int
@@ -143,12 +144,12 @@ class DecodeStep:
         self.accepted = ints(max_batch, 1 + max_path)
         self.accepted_index = torch.zeros(max_batch * max_path, dtype=torch.int64, device=device)
         self.two_phase = TwoPhaseTables(
-            max_batch,
-            max_batch * max_rows,
-            self.trees.shape[2],
-            num_slots + 1,
-            model.config.vocab_size,
-            device,
+            max_batch=max_batch,
+            max_step_rows=max_batch * max_rows,
+            max_nodes=self.trees.shape[2],
+            num_slots=num_slots + 1,
+            vocab_size=model.config.vocab_size,
+            device=device,
         )
 
     def without_repeats(self) -> AbstractContextManager[None]:
@@ -267,7 +268,7 @@ class DecodeStep:
         asked = sampling_rows(inputs, forward.positions, kind.is_filtered)
         logits = forward.output.logits
         # Filters and adjusted logits take much memory for each row; the plain rule takes none.
-        size = max(1, ROWS_AT_ONCE // kind.rows) if kind.is_filtered else kind.batch
+        size = max(1, FILTERED_AT_ONCE // kind.rows) if kind.is_filtered else kind.batch
         parts = []
         for first in range(0, kind.batch, size):
             last = min(first + size, kind.batch)

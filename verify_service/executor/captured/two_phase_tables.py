@@ -18,14 +18,15 @@ from verify_service.executor.kernels.steps import Begun
 
 MASK_BITS = 32
 MASKS_AT_FIRST = 256
-ROWS_AT_ONCE = 64  # number of rows whose log-probabilities are computed at a time, in float32
+# Number of rows whose log-probabilities are computed at a time, in float32.
+SCORED_ROWS_AT_ONCE = 64
 
 
 class TwoPhaseTables:
     """Holds tables on the device, and pinned memory to fill them from.
 
     Args:
-        max_rows: Maximum number of rows of a step, padding included.
+        max_step_rows: Maximum number of rows of a step, padding included.
         max_nodes: Maximum number of nodes of a draft's trees.
         num_slots: Number of slots, including the one for padding.
 
@@ -35,8 +36,9 @@ class TwoPhaseTables:
 
     def __init__(
         self,
+        *,
         max_batch: int,
-        max_rows: int,
+        max_step_rows: int,
         max_nodes: int,
         num_slots: int,
         vocab_size: int,
@@ -46,16 +48,16 @@ class TwoPhaseTables:
         self.mask_words = -(-vocab_size // MASK_BITS)
         self.histories = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
         self.biases = torch.zeros(num_slots, vocab_size, device=device)
-        self._masks = torch.zeros(max_rows, self.mask_words, dtype=torch.int32, device=device)
+        self._masks = torch.zeros(max_step_rows, self.mask_words, dtype=torch.int32, device=device)
         # Larger blocks are allocated on demand, which may delay a step.
-        size = min(max_rows, MASKS_AT_FIRST)
+        size = min(max_step_rows, MASKS_AT_FIRST)
         self._host_masks = [pinned(size, self.mask_words) for _ in range(UNDER_WAY)]
         self._host_trees = pinned(UNDER_WAY, max_batch, 2, max_nodes)
         self._trees_there = [torch.cuda.Event() for _ in range(UNDER_WAY)]
         self.num_best = min(MAX_LOGPROBS, vocab_size)
         # Log-probabilities: the emitted token's, then the best tokens'; `_best` has their ids.
-        self._values = torch.zeros(max_rows, 1 + self.num_best, device=device)
-        self._best = torch.zeros(max_rows, self.num_best, dtype=torch.int32, device=device)
+        self._values = torch.zeros(max_step_rows, 1 + self.num_best, device=device)
+        self._best = torch.zeros(max_step_rows, self.num_best, dtype=torch.int32, device=device)
         self._host_values = pinned(UNDER_WAY, *self._values.shape, dtype=torch.float32)
         self._host_best = pinned(UNDER_WAY, *self._best.shape)
 
@@ -119,8 +121,8 @@ class TwoPhaseTables:
             logits: [rows, V], as the target gave them.
             chosen: int64 [rows].
         """
-        for first in range(0, len(logits), ROWS_AT_ONCE):
-            rows = slice(first, min(first + ROWS_AT_ONCE, len(logits)))
+        for first in range(0, len(logits), SCORED_ROWS_AT_ONCE):
+            rows = slice(first, min(first + SCORED_ROWS_AT_ONCE, len(logits)))
             tokens = chosen[rows].clamp_min(0)  # NO_TOKEN where logits are broken
             own, best, values = log_probs(logits[rows].float(), tokens, self.num_best)
             self._values[rows, 0] = own
