@@ -119,7 +119,7 @@ class _Branch:
         self.groups += part.groups
         self.others += part.others
 
-    def group(self) -> list[Sharers]:
+    def close(self) -> list[Sharers]:
         """Puts into one group all that is in none, and what saves more there than in its own.
 
         Returns the groups that would save less in any that shares fewer keys; they are no longer
@@ -142,18 +142,21 @@ def _groups_of(members: list[int], common: list[int]) -> list[Sharers]:
     """Returns groups of some sequences. Within all that share some keys those who share more are a
     group of their own if that saves more.
 
+    Page tables in order are the leaves of a prefix tree, read from left to right. `branches` is the
+    path of open nodes; a node is closed, and its groups decided, when the next table shares less.
+
     Args:
         members: Sequences in the order of their page tables.
         common: Number of keys that each of them shares with the next one.
     """
     found: list[Sharers] = []
-    branches = [_Branch(0)]  # each within the one before, and all open behind the last member
+    branches = [_Branch(0)]  # each within the one before
     for member, num_keys in zip(members, [*common, 0], strict=True):
         part = _Branch(num_keys, others=[member])
         while branches[-1].num_keys > num_keys:
             branches[-1].add(part)
             part = branches.pop()
-            found += part.group()
+            found += part.close()
         if branches[-1].num_keys < num_keys:
             branches.append(_Branch(num_keys))
         branches[-1].add(part)
