@@ -96,7 +96,14 @@ class GraphExecutor(EagerExecutor):
         return fits and not step.chunks and not self._sampler.is_lossy
 
     def submit(self, step: Step) -> PendingStep:
-        """See Executor."""
+        """See Executor. A step takes the first of these ways that fits:
+
+        - with `ahead`: a captured step that starts from the device's state;
+        - decoding alone, if `can_overlap`: a captured step that starts from committed tokens;
+        - prompts, or more sequences than graphs have: `EagerExecutor.submit`, whose forward
+          `_forward` replaces by a captured one where there is one;
+        - lossy acceptance: a captured forward, after which the sampler chooses.
+        """
         if step.ahead is not None:
             return self._submit_ahead(step, step.ahead)
         if self.can_overlap(step):
@@ -157,6 +164,9 @@ class GraphExecutor(EagerExecutor):
         rows: Sequence[StepRows],
         step: Step,
     ) -> ModelOutput:
+        """Replaces the forward of `EagerExecutor.submit`: a captured one for rows that `mixed`
+        takes.
+        """
         if not self._mixed.takes(rows):
             step.settle()  # the runner waits for the device, and many launches do
             return super()._forward(sequences, rows, step)
