@@ -108,14 +108,16 @@ class VerifyService(verify_pb2_grpc.VerifyServiceServicer):
         await wait_briefly(self._is_open)
         engine, model, _ = self._opened()
         limits = engine.limits
+        kv_tokens = limits.num_pages * limits.page_size
         steps, topk, tokens = model.tree_limits
         return verify_pb2.GetModelInfoResponse(
             model=model.name,
             model_path=model.path,
             architecture=model.architecture,
             vocab_size=limits.vocab_size,
-            context_length=limits.context_length,
-            kv_tokens=limits.num_pages * limits.page_size,
+            # The newest token of a sequence is not in the pool.
+            context_length=min(limits.context_length, kv_tokens + 1),
+            kv_tokens=kv_tokens,
             page_size=limits.page_size,
             eos_token_ids=sorted(limits.eos_token_ids),
             max_running_requests=limits.max_running_requests,

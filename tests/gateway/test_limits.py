@@ -253,6 +253,20 @@ def test_lengths(model: Path, stack: LocalStack) -> None:
         assert web.post("/generate", json=native).json()["meta_info"]["completion_tokens"] == 30
 
 
+def test_a_pool_smaller_than_the_context_is_the_limit(model: Path) -> None:
+    with (
+        stacks.running_stack(model, max_total_tokens=128, speculative_algorithm="NONE") as small,
+        httpx.Client(base_url=small.urls["http"], timeout=60) as web,
+    ):
+        assert web.get("/v1/models").json()["data"][0]["max_model_len"] == 129
+        body = {**SHORT, "prompt": [5] * 100, "max_tokens": 29}
+        fits = web.post("/v1/completions", json=body).json()
+        assert fits["usage"]["completion_tokens"] == 29
+        error = web.post("/v1/completions", json={**body, "max_tokens": 30}).json()["error"]
+        assert error["param"] == "max_tokens"
+        assert "maximum context length is 129 tokens, with the output: 29 are left" in str(error)
+
+
 def test_bucket() -> None:
     now = 0.0
     bucket = Bucket(60, lambda: now)
