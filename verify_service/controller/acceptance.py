@@ -66,10 +66,13 @@ class SizeBins:
 class Acceptance:
     """Estimates the accepted nodes of each bin of a draft's trees.
 
-    A bin's outcomes are counted only for trees that reached it, and relative to the bin before it,
-    since a tree that was accepted whole shows nothing about larger trees. A sequence's estimate has
-    the outcomes of all sequences as prior. The estimate of all sequences has a chain of equal
-    chances as prior; for sampled sequences, the first bin's prior is the estimate of greedy ones.
+    A bin's outcomes are counted only for trees that reached it, since a tree that was accepted
+    whole shows nothing about larger trees. There are two kinds of sums. A pool has those of all
+    proposals that are alike: a bin's accepted nodes for each accepted node of the bin before. A
+    sequence has its own: a bin's accepted nodes for each tree.
+
+    A sequence's estimate has its pool's as prior. A pool's prior is a chain of equal chances; for
+    sampled sequences, the first bin's is the estimate of greedy ones.
 
     Args:
         bins: Tree sizes to distinguish.
@@ -83,7 +86,8 @@ class Acceptance:
         self._own_prior = own or config.prior_outcomes
         self._config = config
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
-        # Accepted nodes, and what they are counted against: [pools or rows, 2, bins].
+        # Accepted nodes, and what they count against, which are accepted nodes of the bin before
+        # (pools), or trees (own): [pools or rows, 2, bins].
         self._pools, self._own = np.zeros((num_pools, 2, size)), np.zeros((64, 2, size))
         self._free = list(range(63, NOTHING, -1))
         # Outcomes to count: row, pool, number of bins told of, and accepted nodes by bin.

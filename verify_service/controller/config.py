@@ -1,4 +1,6 @@
-"""All numbers of the controller's policy."""
+"""The numbers of the controller's policy that were tuned; fixed fractions stand where they are
+used.
+"""
 
 from dataclasses import dataclass
 
@@ -14,10 +16,14 @@ class ControllerConfig:
             of texts show.
         prior_repeat: Prior chance of a further guess of n-grams: repetitions tend to continue.
         prior_draft: Prior time of a draft's level, in plain steps: a head on a GPU or a fast CPU.
-        prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. As many outcomes
-            of a step count where a change is looked for, and as many steps make the beginning of a
-            text, which shows little. While drafts rest on a GPU, one plain step of as many is
-            learnt from. Waits for drafts on a GPU are forgotten as many times more slowly.
+        prior_outcomes: Weight of a prior, in outcomes: a few real ones outvote it. It has more
+            uses, since 20 fields are the limit, so do not tune it for one alone. As many outcomes
+            of a step count where a change is looked for; of as many comparisons of steps, half the
+            median is believed; of a single text, half as many first steps show little. A full bank
+            lets drafting begin at a rate that is 1 + 1 / prior_outcomes times lower, and on a CPU
+            known drafts have at least such an advantage where plain steps fall due. While drafts
+            rest on a GPU, one plain step of as many is learnt from; waits for drafts on a GPU are
+            forgotten as many times more slowly.
         pool_memory: Number of outcomes behind an estimate for all sequences, and of steps between
             changes: noise of 4 % against change in a second.
         own_memory: Number of outcomes behind an estimate for one sequence: texts change within some
@@ -67,8 +73,8 @@ class ControllerConfig:
 
     @property
     def own_prior(self) -> float:
-        """Weight of all sequences' outcomes in the estimate for one where the draft must read much
-        to come back: texts begin with tokens that are hard to guess.
+        """Weight of all sequences' outcomes in the estimate for one on a CPU, for proposals without
+        confidence: texts begin with tokens that are hard to guess.
         """
         return 3 * self.own_memory / 8
 
