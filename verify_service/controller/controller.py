@@ -155,7 +155,7 @@ class Controller:
         if may_try and self._is_clean:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
-        if best is not None and self._pays:
+        if best is not None:
             more = costs.target(batch, best.rows) - self._bank.step
             worth = best.added / best.rate
             is_spared = not is_ahead and self._changes.spares(worth, more, not may_try)
@@ -202,8 +202,8 @@ class Controller:
     def _decide(
         self, costs: CostModel, limits: Sequence[int], asked: dict[int, bool], may_try: bool
     ) -> tuple[Best | None, dict[int, list[int]]]:
-        """Returns the best nodes of drafts that steps wait for, and the sequences of a trial beside
-        steps. Sets `_pays`: whether these nodes pay.
+        """Returns the best nodes of drafts that steps wait for, if they pay, and the sequences of a
+        trial beside steps. The README has the rules.
         """
         bank, config, candidates = self._bank, self._config, self._candidates
         groups = {one.history.group for one in candidates}
@@ -215,7 +215,7 @@ class Controller:
         rated = 1.0 if bank.has_any else config.sure * are_beside
         best = self._goodput.best(candidates, limits, rated, self._was_drafted)
         beside: dict[int, list[int]] = {}
-        self._pays = False
+        pays = False
         if best is not None:
             evidence = min(self._acceptance[number].evidence(groups) for number in used)
             is_known = costs.is_known and 2 * evidence >= config.seen_enough
@@ -228,23 +228,23 @@ class Controller:
                 # A full bank earns nothing more: it pays for a trial that seems to lose little, and
                 # for the first one in any case.
                 least *= (evidence > 0) / (1 + is_start / config.prior_outcomes)
-            self._pays = best.rate > least and (bank.has_any or is_known)
+            pays = best.rate > least and (bank.has_any or is_known)
             is_frequent = self._changes.interrupted * bank.step > config.busy_share
-            self.keeps_states = not (is_start and not self._pays and is_frequent)
+            self.keeps_states = not (is_start and not pays and is_frequent)
             reading = costs.reading(max(self.unread(candidates, best.nodes)))
             if is_start and bank.has_any and (are_beside or not bank.affords(reading)):
                 # Trials run beside steps, or the bank cannot pay for the tokens that drafts read
                 # first, so drafting begins only when it surely pays.
-                is_open = self._pays or bank.affords(bank.step / 2)  # what a trial may lose
+                is_open = pays or bank.affords(bank.step / 2)  # what a trial may lose
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
-                self._pays = best is not None and best.rate > least
+                pays = best is not None and best.rate > least
                 # A step without a trial is timed between two trials, as a measure of their cost.
-                if are_beside and is_open and self._is_clean and not self._pays and may_try:
+                if are_beside and is_open and self._is_clean and not pays and may_try:
                     beside = self._trials.beside(candidates, used)
         for number, kind in enumerate(self.drafts):
-            pays = self._pays and number in used and not kind.is_asked_first
-            self.is_drafting[number] = asked.get(number, pays)
-        return best, beside
+            is_used = pays and number in used and not kind.is_asked_first
+            self.is_drafting[number] = asked.get(number, is_used)
+        return (best if pays else None), beside
 
     def _limits(self, candidates: Candidates) -> list[int]:
         """Returns the maximum number of nodes for each sequence's tree."""
