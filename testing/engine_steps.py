@@ -143,7 +143,7 @@ class EngineSteps:
                 row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
                 gains = acceptance.gains([row], [pool])[0]
                 tokens += float(gains[: acceptance.bins.num_within(num_nodes)].sum())
-        draft = costs.draft(0, asked, levels, controller._changes.follows)
+        draft = costs.draft(0, asked, levels, controller._switching.follows)
         return Expected(draft, costs.target(batch, rows), tokens, costs.plain(batch))
 
     def _draft(self, draft: Callable[[StepPlan], Proposals]) -> Callable[[StepPlan], Proposals]:

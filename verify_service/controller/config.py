@@ -43,8 +43,8 @@ class ControllerConfig:
         read_share: Time in which a draft reads a token, as a share of a row of the target: a draft
             has about a seventh of its work.
         close_tokens: Number of tokens that a draft reads at no cost: about what a few steps commit.
-        switch_steps: Prior time of a change to drafting where steps overlap, in plain steps.
-        payback_steps: Maximum number of steps in which a change, or a draft's reading, must pay.
+        switch_steps: Prior time of a switch to drafting where steps overlap, in plain steps.
+        payback_steps: Maximum number of steps in which a switch, or a draft's reading, must pay.
         busy_share: Share of plain steps with prompts from which a suspended draft is not synced:
             syncs would slow these steps.
         tried_sequences: Number of sequences of a trial beside steps.

@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from verify_service.controller.acceptance import Acceptance
 from verify_service.controller.asked_first import Asking
 from verify_service.controller.bank import Bank
-from verify_service.controller.changes import Changes
 from verify_service.controller.config import DEFAULT, ControllerConfig
 from verify_service.controller.costs import CostModel
 from verify_service.controller.goodput import Best, Goodput
@@ -23,6 +22,7 @@ from verify_service.controller.messages import (
     Plan,
     Wait,
 )
+from verify_service.controller.switching import Switching
 from verify_service.controller.trials import Trials
 
 
@@ -73,8 +73,8 @@ class Controller:
         bank = self._bank = Bank(config, costs.plain(1))
         asking = self._asking = Asking(kinds, bank, costs, config)
         self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)
-        changes = self._changes = Changes(costs, config)
-        self._goodput = Goodput(costs, kinds, acceptance, asking.each, changes, config, bins)
+        switching = self._switching = Switching(costs, config)
+        self._goodput = Goodput(costs, kinds, acceptance, asking.each, switching, config, bins)
         # Also whether the newest step that `observe` counted had no trial beside it, and the number
         # of plain steps since that it has not counted.
         self._is_forced, self._was_drafted, self._is_clean, self._num_passed = False, False, True, 0
@@ -158,7 +158,7 @@ class Controller:
         if best is not None:
             more = costs.target(batch, best.rows) - self._bank.step
             worth = best.added / best.rate
-            is_spared = not is_ahead and self._changes.spares(worth, more, not may_try)
+            is_spared = not is_ahead and self._switching.spares(worth, more, not may_try)
             # Doubted more once it is known how steps compare, so that plain ones become rare.
             is_new = self.is_padded or not costs.is_known
             least = self._config.margin if is_new else 1 + 1 / self._config.prior_outcomes
@@ -229,7 +229,7 @@ class Controller:
                 # for the first one in any case.
                 least *= (evidence > 0) / (1 + is_start / config.prior_outcomes)
             pays = best.rate > least and (bank.has_any or is_known)
-            is_frequent = self._changes.interrupted * bank.step > config.busy_share
+            is_frequent = self._switching.prompt_rate * bank.step > config.busy_share
             self.keeps_states = not (is_start and not pays and is_frequent)
             reading = costs.reading(max(self.unread(candidates, best.nodes)))
             if is_start and bank.has_any and (are_beside or not bank.affords(reading)):
@@ -261,7 +261,7 @@ class Controller:
         if self._costs is None or not self._was_drafted:
             return False
         cost = max(advantage, self._config.margin) * self._bank.step - self._bank.step
-        cost += self._changes.seconds if self._changes.follows else 0.0
+        cost += self._switching.switch_seconds if self._switching.follows else 0.0
         return self._since_plain * self._costs.check_share > cost
 
     def unread(self, candidates: Candidates, nodes: Sequence[int]) -> list[int]:
@@ -338,13 +338,13 @@ class Controller:
         if self.keeps_states:
             most = self._config.prior_outcomes - 1 if self.is_padded else self._config.near_steps
             is_due = self._num_passed >= most or any(self.has_trial)
-            if is_due or self._was_drafted or (lead and self._changes.follows):
+            if is_due or self._was_drafted or (lead and self._switching.follows):
                 return False
             # The next step that is observed counts them too.
             self._num_passed, self._passed = self._num_passed + 1, self._passed + seconds
         else:
             self._is_clean = True  # frequent prompts hide what trials cost
-            self._changes.passed(seconds)
+            self._switching.age_prompts(seconds)
             self._bank.plain(seconds)
         self._unplanned += seconds
         return True
@@ -354,11 +354,11 @@ class Controller:
         costs = self._costs
         if costs is None:
             return
-        bank, changes, batch, wait = self._bank, self._changes, step.batch, step.wait
+        bank, switching, batch, wait = self._bank, self._switching, step.batch, step.wait
         is_drafted = wait.levels > 0 or step.rows > costs.table.plain_rows(batch)
-        changes.passed(step.seconds + wait.lead + self._passed)
-        is_changed = costs.table.is_padded and is_drafted != self._was_drafted
-        waited = changes.observe(step, self.drafts, is_changed, any(self.has_trial))
+        switching.age_prompts(step.seconds + wait.lead + self._passed)
+        is_switch = costs.table.is_padded and is_drafted != self._was_drafted
+        waited = switching.observe(step, self.drafts, is_switch, any(self.has_trial))
         cost = costs.target(batch, step.rows) + waited
         self._was_drafted, self._is_clean = is_drafted, not any(self.has_trial)
         self._unplanned, plain = self._unplanned + cost, costs.plain(batch)
@@ -375,7 +375,7 @@ class Controller:
             # A trial runs beside the step and slows it.
             beyond = any(self.has_trial) * costs.beyond(batch, step.rows, step.seconds + wait.lead)
             bank.plain(cost + passed, beyond)
-            changes.suspended(cost, bank.step)
+            switching.age_waits(cost, bank.step)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
             acceptance.pass_time(cost + passed, (cost + passed) / plain)
             asking.pass_time(cost + passed)
@@ -383,7 +383,7 @@ class Controller:
     def interrupted(self, wait: Wait) -> None:
         """Records a step with prompts."""
         if self._costs is not None:
-            self._changes.interrupt(wait, self.is_suspended)
+            self._switching.interrupt(wait, self.is_suspended)
 
     def forget(self, history: DraftHistory) -> None:
         """Drops the state of a sequence that has ended."""

@@ -37,7 +37,7 @@ class CostModel:
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
-        self._kind, self._is_changed, self._aged = PLAIN, False, 0.0
+        self._kind, self._has_switched, self._aged = PLAIN, False, 0.0
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
         self._num_waits = 0
@@ -110,20 +110,20 @@ class CostModel:
             is_clean: Whether nothing else was done meanwhile.
         """
         config, kind = self._config, self._kind_of(batch, rows)
-        self._kind, self._is_changed = kind, self._is_changed or kind != self._kind
+        self._kind, self._has_switched = kind, self._has_switched or kind != self._kind
         if not is_clean:
             return
         off = math.log(max(seconds / self._bare(batch, rows), 1e-3))
         own, before = self._offs[kind], self._offs[1 - kind]
-        # The first step after a change of kind is compared with those before it, since conditions
+        # The first step after a switch of kinds is compared with those before it, since conditions
         # are the same. With later ones, a hiccup of one step would count many times.
-        if self._is_changed and before is not None:
+        if self._has_switched and before is not None:
             self._log.append(off - before if kind == VERIFY else before - off)
             share = 1 / (1 + (config.prior_outcomes / len(self._log)) ** 2)
             self._more = share * statistics.median(self._log)
-        if own is None or self._is_changed:
+        if own is None or self._has_switched:
             own = off
-        self._is_changed = False
+        self._has_switched = False
         self._offs[kind] = own + (off - own) * config.newest_share
         self._newest.append(off - self._more * kind)
         self._level += max(min(self._newest[-1] - self._level, 0.5), -0.5) * config.newest_share

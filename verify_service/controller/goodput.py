@@ -11,10 +11,10 @@ import numpy as np
 
 from verify_service.controller.acceptance import Acceptance, Array, SizeBins
 from verify_service.controller.asked_first import AskedFirst
-from verify_service.controller.changes import Changes
 from verify_service.controller.config import ControllerConfig
 from verify_service.controller.costs import CostModel
 from verify_service.controller.messages import Candidates, DraftKind, Offer
+from verify_service.controller.switching import Switching
 from verify_service.controller.tables import Choices
 
 
@@ -43,7 +43,7 @@ class Goodput:
         drafts: The drafts.
         acceptance: Acceptance of each draft.
         asking: Estimates of what asking each draft is worth.
-        changes: Costs of changes between drafted and plain steps.
+        switching: Costs of switching between drafted and plain steps.
         config: Numbers of the policy.
         bins: Tree sizes that estimates distinguish.
     """
@@ -52,7 +52,7 @@ class Goodput:
     drafts: Sequence[DraftKind]
     acceptance: Sequence[Acceptance]
     asking: Sequence[AskedFirst]
-    changes: Changes
+    switching: Switching
     config: ControllerConfig
     bins: SizeBins
     # What is worth verifying of proposals, until outcomes are counted.
@@ -69,7 +69,7 @@ class Goodput:
             deviations: See `Acceptance.gains`.
             was_drafted: Whether the previous step was drafted, so that drafting does not begin now.
         """
-        costs, batch = self.costs, len(candidates)
+        costs, batch, follows = self.costs, len(candidates), self.switching.follows
         gains, counts = self._gains(candidates, limits, deviations)
         if not counts:
             return None
@@ -81,12 +81,12 @@ class Goodput:
         waits = dict.fromkeys(choices.levels.tolist(), 0.0)
         for level in waits:
             for number, kind, count in kinds:
-                wait = costs.draft(number, count, min(int(level), kind.depth), self.changes.follows)
+                wait = costs.draft(number, count, min(int(level), kind.depth), follows)
                 waits[level] = max(waits[level], wait)
         seconds = costs.targets(batch, choices.rows)
         seconds = seconds + np.array([waits[level] for level in choices.levels.tolist()])
         if any(kind.is_beside for _, kind, _ in kinds):
-            seconds = self.changes.burdened(seconds, not was_drafted)
+            seconds = self.switching.with_switches(seconds, not was_drafted)
         rates = (batch + choices.added) / seconds
         index = self._best_of(rates, choices, deviations > 0)
         nodes = [min(pair) for pair in zip(choices.nodes(index), limits, strict=True)]
@@ -110,7 +110,7 @@ class Goodput:
                 gains = self._expected(candidates, range(batch), number, deviations)
                 tokens = 1 + np.cumsum(gains[:, : len(sizes)], axis=1)
                 rows = 1.0 + sizes if costs.table.is_padded else batch * (1.0 + sizes)
-                ahead = self.changes.follows and kind.is_beside
+                ahead = self.switching.follows and kind.is_beside
                 levels = np.minimum(sizes, kind.depth).tolist()
                 waits = [costs.draft(number, batch, level, ahead) for level in levels]
                 rates = batch * tokens / (costs.targets(batch, rows) + waits)

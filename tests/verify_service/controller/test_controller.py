@@ -141,7 +141,7 @@ def test_plain_steps_that_the_host_begins_are_learnt_from() -> None:
     policy.plan([Candidate(DraftHistory(), [5])])
     policy.is_drafting = [False]
     assert policy.passes(0.01, lead=0.001)
-    policy._changes.follows = True
+    policy._switching.follows = True
     assert not policy.passes(0.01, lead=0.001)
     assert policy.passes(0.01)
 
@@ -157,7 +157,7 @@ def test_prompts_are_counted_by_all_time_that_has_passed(table: Table) -> None:
             policy.interrupted(NO_WAIT)
         elif not policy.passes(0.01):
             policy.observe(Observed(1, 1, 0.01, 1))
-    assert 2.0 < policy._changes.interrupted < 5.0  # in a second
+    assert 2.0 < policy._switching.prompt_rate < 5.0  # in a second
 
 
 def test_trials_go_on_where_prompts_keep_steps_from_being_timed() -> None:
