@@ -140,8 +140,8 @@ class EngineSteps:
         for sequence, num_nodes in zip(sequences, chosen.nodes, strict=True):
             if num_nodes:
                 history = self._engine._sizes._histories.of(sequence)
-                row, pool = acceptance.row(history, 0, 0), acceptance.pool(history, 0)
-                gains = acceptance.gains([row], [pool])[0]
+                track, pool = acceptance.track(history, 0, 0), acceptance.pool(history, 0)
+                gains = acceptance.gains([track], [pool])[0]
                 tokens += float(gains[: acceptance.bins.num_within(num_nodes)].sum())
         draft = costs.draft(0, asked, levels, controller._switching.follows)
         return Expected(draft, costs.target(batch, rows), tokens, costs.plain(batch))

@@ -14,7 +14,7 @@ import verify_service.drafts
 from verify_service.controller.config import ControllerConfig
 
 MOST_NUMBERS, LONGEST_FILE = 20, 400
-# Numbers that name something: kinds of steps, an empty row, what drafts may tell.
+# Numbers that name something: kinds of steps, an empty track, what drafts may tell.
 NAMES = {"PLAIN", "VERIFY", "NOTHING", "MOST_CONFIDENCE"}
 
 

@@ -15,7 +15,7 @@ from verify_service.controller.doubt import Doubt
 from verify_service.controller.messages import MOST_CONFIDENCE, DraftHistory
 
 Array = NDArray[np.float64]
-NOTHING = 0  # row of a sequence without outcomes
+NOTHING = 0  # track of a sequence without outcomes
 
 
 class SizeBins:
@@ -77,20 +77,21 @@ class Acceptance:
     Args:
         bins: Tree sizes to distinguish.
         config: Numbers of the policy.
-        own: Weight of the outcomes of all sequences in the estimate for one, for proposals without
-            confidence; 0 for that of any prior.
+        own_prior: Weight of the outcomes of all sequences in the estimate for one, for proposals
+            without confidence; 0 for that of any prior.
     """
 
-    def __init__(self, bins: SizeBins, config: ControllerConfig = DEFAULT, own: float = 0) -> None:
-        self.bins = bins
-        self._own_prior = own or config.prior_outcomes
-        self._config = config
+    def __init__(
+        self, bins: SizeBins, config: ControllerConfig = DEFAULT, own_prior: float = 0
+    ) -> None:
+        self.bins, self._config = bins, config
+        self._own_prior = own_prior or config.prior_outcomes
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
         # Accepted nodes, and what they count against, which are accepted nodes of the bin before
-        # (pools), or trees (own): [pools or rows, 2, bins].
-        self._pools, self._own = np.zeros((num_pools, 2, size)), np.zeros((64, 2, size))
+        # (pools), or trees (tracks): [pools or tracks, 2, bins].
+        self._pools, self._tracks = np.zeros((num_pools, 2, size)), np.zeros((64, 2, size))
         self._free = list(range(63, NOTHING, -1))
-        # Outcomes to count: row, pool, number of bins told of, and accepted nodes by bin.
+        # Outcomes to count: track, pool, number of bins told of, and accepted nodes by bin.
         self._pending: list[tuple[int, int, int, list[int]]] = []
         self._doubt = Doubt(config)
         # Difference between recent accepted nodes and their expectation, and its variance; and
@@ -102,36 +103,36 @@ class Acceptance:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
         return 2 * min(confidence, MOST_CONFIDENCE) + history.group
 
-    def row(self, history: DraftHistory, draft: int, confidence: int) -> int:
-        """Returns the row of a sequence's outcomes; `NOTHING` before the first outcome."""
+    def track(self, history: DraftHistory, draft: int, confidence: int) -> int:
+        """Returns the number of a sequence's sums; `NOTHING` before the first outcome."""
         return history.tracks.get((draft, min(confidence, MOST_CONFIDENCE)), NOTHING)
 
-    def gains(self, rows: Sequence[int], pools: Sequence[int], deviations: float = 0.0) -> Array:
+    def gains(self, tracks: Sequence[int], pools: Sequence[int], deviations: float = 0.0) -> Array:
         """Returns the expected accepted nodes by proposal and bin, [proposals, bins].
 
         Per node they never exceed the previous bin's.
 
         Args:
-            rows: Row of each proposal's sequence, see `row`.
+            tracks: Track of each proposal's sequence, see `track`.
             pools: Pool of each proposal, see `pool`.
             deviations: Number of standard deviations that the pools' estimates are raised by;
                 positive ones raise only bins with few outcomes. Others count the doubt whether
                 chances have fallen, too, for proposals without confidence.
         """
-        gains = self._estimates(rows, pools, deviations)
+        gains = self._estimates(tracks, pools, deviations)
         if deviations <= 0:
             changed = self.bins.chains[int(100 * self._doubt.chance)].cumprod()
             doubt = (np.array(pools) < 2)[:, None] * self._doubt.odds / (1 + self._doubt.odds)
             gains += doubt * np.minimum(changed - gains, 0.0)
         return gains
 
-    def _estimates(self, rows: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
+    def _estimates(self, tracks: Sequence[int], pools: Sequence[int], deviations: float) -> Array:
         """Returns the expected accepted nodes by proposal and bin if no chance has changed."""
         known, priors = list(set(pools)), (self._own_prior, self._config.prior_outcomes)
         places = [known.index(pool) for pool in pools] if len(known) > 1 else [0]
         ratios = np.array([self._ratio(pool, deviations) for pool in known]).T.take(places, 1)
         prior = np.array([priors[pool > 1] for pool in known]).take(places)
-        hits, tries = self._own.take(rows, 0).transpose(1, 2, 0)
+        hits, tries = self._tracks.take(tracks, 0).transpose(1, 2, 0)
         before, columns = prior, []
         for ratio, hit, tried in zip(ratios, hits, tries + prior, strict=True):
             columns.append((hit + before * ratio) / tried)
@@ -158,25 +159,25 @@ class Acceptance:
     ) -> None:
         """Records an outcome of a tree's first `num_nodes` nodes; `accepted` were right."""
         key = draft, min(confidence, MOST_CONFIDENCE)
-        row = history.tracks.get(key)
-        if row is None:
+        track = history.tracks.get(key)
+        if track is None:
             if not self._free:
-                size = len(self._own)
-                self._own = np.concatenate([self._own, np.zeros_like(self._own)])
+                size = len(self._tracks)
+                self._tracks = np.concatenate([self._tracks, np.zeros_like(self._tracks)])
                 self._free = list(range(2 * size - 1, size - 1, -1))
-            row = history.tracks[key] = self._free.pop()
-            self._own[row] = 0.0
+            track = history.tracks[key] = self._free.pop()
+            self._tracks[track] = 0.0
         bins, counts = self.bins, [0] * len(self.bins)
         for node in accepted:
             if node < num_nodes:
                 counts[bins.bin_of[node]] += 1
         told = bins.num_told[min(num_nodes, bins.sizes[-1])]
-        self._pending.append((row, self.pool(history, confidence), told, counts))
+        self._pending.append((track, self.pool(history, confidence), told, counts))
 
     def forget(self, history: DraftHistory, draft: int) -> None:
-        """Frees the rows of a sequence that has ended."""
+        """Frees the tracks of a sequence that has ended."""
         self.learn()
-        self._free += [row for (number, _), row in history.tracks.items() if number == draft]
+        self._free += [track for (number, _), track in history.tracks.items() if number == draft]
 
     def pass_time(self, seconds: float, steps: float) -> None:
         """Lets evidence age by `seconds`, and doubt by the number of plain steps that they hold:
@@ -197,13 +198,13 @@ class Acceptance:
         bins, config, pending = self.bins, self._config, self._pending
         if len(pending) <= most:
             return False
-        rows, pools, told, outcomes = zip(*pending, strict=True)
+        tracks, pools, told, outcomes = zip(*pending, strict=True)
         # Sequences of a step may be alike: together they show a change as a few do, and no step
         # outvotes all others.
-        num_rows = len(set(rows))
-        weight = min(config.seen_enough / num_rows, 1.0)
-        share = min(config.prior_outcomes / num_rows, 1.0)
-        expected = self._estimates(rows, pools, 0.0).tolist()
+        num_tracks = len(set(tracks))
+        weight = min(config.seen_enough / num_tracks, 1.0)
+        share = min(config.prior_outcomes / num_tracks, 1.0)
+        expected = self._estimates(tracks, pools, 0.0).tolist()
         right = tries = known = surplus = variance = 0.0
         for num, counts, gains in zip(told, outcomes, expected, strict=True):
             # Accepted nodes of the bin before, and their expectation; both of all bins so far.
@@ -224,12 +225,12 @@ class Acceptance:
         self._variance = kept**2 * self._variance + share * variance
         if self._surplus**2 > config.surprise**2 * max(self._variance, 0.5):
             self._surplus = self._variance = 0.0
-            self._pools[:] = self._own[:] = 0.0
+            self._pools[:] = self._tracks[:] = 0.0
             self._doubt = Doubt(config)
         tried = bins.first.take(told, 0)
         new = np.array((outcomes, tried, tried))
         new[2, :, 1:] *= new[0, :, :-1]  # pools count nodes against those of the bin before
-        _add(self._own, rows, 1 - tried / config.own_memory, new[:2])
+        _add(self._tracks, tracks, 1 - tried / config.own_memory, new[:2])
         _add(self._pools, pools, 1 - weight * tried / config.pool_memory, weight * new[::2])
         pending.clear()
         self._ratios.clear()
@@ -281,9 +282,9 @@ def _add(sums: Array, places: Sequence[int], kept: Array, new: Array) -> None:
         sums[list(places)] = sums.take(places, 0) * kept[:, None] + new.swapaxes(0, 1)
         return
     for place in different:
-        own = [i for i, one in enumerate(places) if one == place]
-        left = kept.take(own[::-1], 0).cumprod(axis=0)[::-1]  # after an outcome and all later ones
-        shown = new.take(own, 1)
+        same = [i for i, one in enumerate(places) if one == place]
+        left = kept.take(same[::-1], 0).cumprod(axis=0)[::-1]  # after an outcome and all later ones
+        shown = new.take(same, 1)
         shown[:, :-1] *= left[1:]
         sums[place] = sums[place] * left[0] + shown.sum(axis=1)
 

@@ -68,8 +68,8 @@ class Controller:
             self._costs = None
             return
         bins = costs.table.bins(self.max_nodes, max(kind.depth for kind in drafts))
-        own, kinds = 0.0 if self.is_padded else config.own_prior, self.drafts
-        acceptance = self._acceptance = [Acceptance(bins, config, own) for _ in drafts]
+        own_prior, kinds = 0.0 if self.is_padded else config.own_prior, self.drafts
+        acceptance = self._acceptance = [Acceptance(bins, config, own_prior) for _ in drafts]
         bank = self._bank = Bank(config, costs.plain(1))
         asking = self._asking = Asking(kinds, bank, costs, config)
         self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)

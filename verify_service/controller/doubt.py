@@ -21,10 +21,9 @@ class Doubt:
     """
 
     def __init__(self, config: ControllerConfig) -> None:
-        self._config = config
+        self._config, self.odds, self.chance = config, 0.0, 0.0
         # Of each step: how many tries were right, how many wrong, how many expected to be right.
         self._newest: deque[tuple[float, float, float]] = deque(maxlen=config.near_steps)
-        self.odds, self.chance = 0.0, 0.0
 
     def record(self, right: float, wrong: float, expected: float) -> None:
         """Records the outcomes of a step, and how many were expected to be right."""

@@ -245,9 +245,9 @@ class Goodput:
         sequences may still have.
         """
         acceptance, costs = self.acceptance[number], self.costs
-        rows = [acceptance.row(candidates[i].history, number, 0) for i in own]
+        tracks = [acceptance.track(candidates[i].history, number, 0) for i in own]
         pools = [acceptance.pool(candidates[i].history, 0) for i in own]
-        gains = acceptance.gains(rows, pools, deviations)
+        gains = acceptance.gains(tracks, pools, deviations)
         behind = np.array([candidates[i].behind[number] for i in own])
         if behind.max() > self.config.close_tokens:
             left = np.array([candidates[i].left for i in own]) / (1 + gains.sum(axis=1))
@@ -265,6 +265,6 @@ class Goodput:
 
 def _gains_of(acceptance: Acceptance, number: int, offers: Sequence[Offer]) -> Array:
     """Returns the expected accepted nodes of a draft's proposals, by proposal and bin."""
-    rows = [acceptance.row(one.history, number, one.confidence) for one in offers]
+    tracks = [acceptance.track(one.history, number, one.confidence) for one in offers]
     pools = [acceptance.pool(one.history, one.confidence) for one in offers]
-    return acceptance.gains(rows, pools)
+    return acceptance.gains(tracks, pools)

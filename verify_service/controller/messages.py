@@ -15,7 +15,7 @@ class DraftHistory:
         group: 1 for sampled sequences, whose drafts are right less often, else 0; each group has
             its own estimates.
         chosen: Number of the draft that drafts for the sequence; -1 before one was chosen.
-        tracks: Rows of its outcomes in the drafts' tables, by draft and confidence.
+        tracks: Numbers of its sums in `Acceptance`, by draft and confidence.
         asked: For each draft that is asked first, the tokens that asking brought and the number of
             times, old ones counting less.
         cost: Cost of verifying the current proposal, in tokens of plain decoding.

@@ -13,9 +13,9 @@ LASTING = ControllerConfig(pool_memory=1e12, own_memory=1e12)
 
 
 def gains(acceptance: Acceptance, history: DraftHistory, confidence: int = 0) -> list[float]:
-    row, pool = acceptance.row(history, 0, confidence), acceptance.pool(history, confidence)
+    track, pool = acceptance.track(history, 0, confidence), acceptance.pool(history, confidence)
     acceptance.learn()
-    found: list[float] = acceptance.gains([row], [pool])[0].tolist()
+    found: list[float] = acceptance.gains([track], [pool])[0].tolist()
     return found
 
 
@@ -97,17 +97,17 @@ def test_time_lets_the_prior_come_back_and_little_evidence_is_taken_for_a_little
     assert acceptance.gains([0], [0], True)[0, 0] > 0.8
 
 
-def test_sequences_that_end_give_their_rows_back() -> None:
+def test_sequences_that_end_give_their_tracks_back() -> None:
     acceptance = Acceptance(SizeBins([1, 2]))
     for _ in range(1000):
         history = DraftHistory()
         acceptance.record(history, 0, 2, [0], 0)
         acceptance.forget(history, 0)
-    assert len(acceptance._own) == 64
+    assert len(acceptance._tracks) == 64
     held = [DraftHistory() for _ in range(200)]
     for history in held:
         acceptance.record(history, 0, 2, [0], 0)
-    assert len({acceptance.row(history, 0, 0) for history in held}) == 200
+    assert len({acceptance.track(history, 0, 0) for history in held}) == 200
 
 
 def test_falling_is_the_nearest_with_falling_densities_and_keeps_the_sum() -> None:

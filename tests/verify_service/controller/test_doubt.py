@@ -43,26 +43,26 @@ def test_few_wrong_trees_cast_doubt_on_a_good_draft_and_more_on_a_middling_one()
 
 def after_three_wrong_trees() -> tuple[Acceptance, list[int], list[int], float]:
     """Returns estimates after 30 trees that were mostly right and three wrong ones, the sequence's
-    row and pool, and its expected nodes without doubt.
+    track and pool, and its expected nodes without doubt.
     """
     acceptance, history = Acceptance(SizeBins([1, 2, 3, 4, 5])), DraftHistory()
     for right in [5, 3, 5, 1, 5, 5, 4, 5, 2, 5] * 3 + [0] * 3:
         acceptance.record(history, 0, 5, range(right), 0)
         acceptance.learn()
-    rows, pools = [acceptance.row(history, 0, 0)], [0]
-    estimated = acceptance._estimates(rows, pools, 0.0).sum()
-    return acceptance, rows, pools, float(estimated)
+    tracks, pools = [acceptance.track(history, 0, 0)], [0]
+    estimated = acceptance._estimates(tracks, pools, 0.0).sum()
+    return acceptance, tracks, pools, float(estimated)
 
 
 def test_doubted_estimates_are_lower_unless_optimism_is_paid_for() -> None:
-    acceptance, rows, pools, estimated = after_three_wrong_trees()
-    assert acceptance.gains(rows, pools).sum() < 0.95 * estimated
-    assert acceptance.gains(rows, pools, 1.0).sum() >= estimated
+    acceptance, tracks, pools, estimated = after_three_wrong_trees()
+    assert acceptance.gains(tracks, pools).sum() < 0.95 * estimated
+    assert acceptance.gains(tracks, pools, 1.0).sum() >= estimated
 
 
 def test_doubt_passes_with_the_tokens_of_a_hard_stretch_of_text_and_evidence_stays() -> None:
-    acceptance, rows, pools, estimated = after_three_wrong_trees()
+    acceptance, tracks, pools, estimated = after_three_wrong_trees()
     acceptance.pass_time(1e-3, steps=1.0)
-    assert acceptance.gains(rows, pools).sum() < 0.95 * estimated
+    assert acceptance.gains(tracks, pools).sum() < 0.95 * estimated
     acceptance.pass_time(30e-3, steps=90.0)
-    assert acceptance.gains(rows, pools).sum() == pytest.approx(estimated, rel=0.02)
+    assert acceptance.gains(tracks, pools).sum() == pytest.approx(estimated, rel=0.02)
