@@ -195,15 +195,29 @@ class Acceptance:
         """Counts the outcomes that were recorded, if there are more than `most`; returns whether it
         did.
         """
-        bins, config, pending = self.bins, self._config, self._pending
+        config, pending = self._config, self._pending
         if len(pending) <= most:
             return False
+        self._look_for_change()
         tracks, pools, told, outcomes = zip(*pending, strict=True)
-        # Sequences of a step may be alike: together they show a change as a few do, and no step
-        # outvotes all others.
-        num_tracks = len(set(tracks))
-        weight = min(config.seen_enough / num_tracks, 1.0)
-        share = min(config.prior_outcomes / num_tracks, 1.0)
+        weight = min(config.seen_enough / len(set(tracks)), 1.0)  # no step outvotes all others
+        tried = self.bins.first.take(told, 0)
+        new = np.array((outcomes, tried, tried))
+        new[2, :, 1:] *= new[0, :, :-1]  # pools count nodes against those of the bin before
+        _add(self._tracks, tracks, 1 - tried / config.own_memory, new[:2])
+        _add(self._pools, pools, 1 - weight * tried / config.pool_memory, weight * new[::2])
+        pending.clear()
+        self._ratios.clear()
+        return True
+
+    def _look_for_change(self) -> None:
+        """Compares the recorded outcomes with what was expected; forgets older outcomes if they are
+        too far from it.
+        """
+        bins, config = self.bins, self._config
+        tracks, pools, told, outcomes = zip(*self._pending, strict=True)
+        # Sequences of a step may be alike: together they show a change as a few do.
+        share = min(config.prior_outcomes / len(set(tracks)), 1.0)
         expected = self._estimates(tracks, pools, 0.0).tolist()
         right = tries = known = surplus = variance = 0.0
         for num, counts, gains in zip(told, outcomes, expected, strict=True):
@@ -227,14 +241,6 @@ class Acceptance:
             self._surplus = self._variance = 0.0
             self._pools[:] = self._tracks[:] = 0.0
             self._doubt = Doubt(config)
-        tried = bins.first.take(told, 0)
-        new = np.array((outcomes, tried, tried))
-        new[2, :, 1:] *= new[0, :, :-1]  # pools count nodes against those of the bin before
-        _add(self._tracks, tracks, 1 - tried / config.own_memory, new[:2])
-        _add(self._pools, pools, 1 - weight * tried / config.pool_memory, weight * new[::2])
-        pending.clear()
-        self._ratios.clear()
-        return True
 
     def _ratio(self, pool: int, deviations: float) -> list[float]:
         """Returns the ratios of each bin's accepted nodes to the previous bin's, in a pool."""

@@ -21,8 +21,7 @@ class Bank:
 
     def __init__(self, config: ControllerConfig, step: float) -> None:
         self.step, self.is_suspended = step, False
-        self._config = config
-        self._steps, self._credit = config.bank_steps, 2 * config.bank_steps
+        self._config, self._steps, self._credit = config, config.bank_steps, 2 * config.bank_steps
 
     @property
     def has_any(self) -> bool:

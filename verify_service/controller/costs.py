@@ -37,10 +37,9 @@ class CostModel:
         self._more = 0.0  # log of how much slower steps with drafts got than plain ones
         self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
         self._log: deque[float] = deque(maxlen=int(config.seen_enough))
-        self._kind, self._has_switched, self._aged = PLAIN, False, 0.0
+        self._kind, self._has_switched, self._aged, self._num_waits = PLAIN, False, 0.0, 0
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
-        self._num_waits = 0
 
     def plain(self, batch: int) -> float:
         """Returns the seconds of a step without drafts."""

@@ -30,8 +30,9 @@ class Switching:
         self._leads = [0.0, config.switch_steps * costs.plain(1)]
         # Seconds that drafting loses by a step with prompts, and since the newest one.
         self._prompt_loss, self._loss_so_far = costs.plain(1), 0.0
-        self._num_waited = 0  # drafted steps in a row that waited for their drafts
-        self._is_spared = False  # whether the newest step that the host began decoded plainly
+        # Drafted steps in a row that waited for their drafts; whether the newest step that the host
+        # began decoded plainly.
+        self._num_waited, self._is_spared = 0, False
 
     @property
     def switch_seconds(self) -> float:
