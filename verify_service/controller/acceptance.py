@@ -99,6 +99,8 @@ class Acceptance:
         self._surplus = self._variance = self._unaged = 0.0
         self._ratios: dict[tuple[int, float], list[float]] = {}
 
+    # Pools 0 and 1 are of proposals without confidence, to greedy and to sampled sequences.
+
     def pool(self, history: DraftHistory, confidence: int) -> int:
         """Returns the number of the pool that a proposal to a sequence belongs to."""
         return 2 * min(confidence, MOST_CONFIDENCE) + history.group
@@ -141,7 +143,9 @@ class Acceptance:
         return falling(gains, self.bins.widths)
 
     def evidence(self, groups: Collection[int]) -> float:
-        """Returns the number of outcomes of the group of sequences that has fewest."""
+        """Returns the number of outcomes without confidence of the group of sequences that has
+        fewest.
+        """
         return min(self._pools.item(group, 1, 0) for group in groups)
 
     @property

@@ -31,7 +31,9 @@ class Table(Protocol):
     """Seconds of target steps.
 
     Attributes:
-        is_padded: Whether all sequences of a step have the same number of rows.
+        is_padded: Whether all sequences of a step have the same number of rows. True on a GPU
+            alone, where steps are captured graphs. Comments here say "on a GPU" and "on a CPU" for
+            it: a GPU without captured graphs counts as a CPU.
         row: Seconds of one more row in a step of very many rows.
         unit: Seconds of a plain step of one sequence.
     """
