@@ -75,11 +75,11 @@ class Controller:
         self._trials = Trials(kinds, self.has_trial, acceptance, bank, costs, config)
         switching = self._switching = Switching(costs, config)
         self._goodput = Goodput(costs, kinds, acceptance, asking.each, switching, config, bins)
-        # Also whether the newest step that `observe` counted had no trial beside it, and the number
-        # of plain steps since that it has not counted.
+        # Whether the self-test decides the newest plan; of the newest step that `observe` counted,
+        # whether it was drafted, and whether no trial ran beside it; number of plain steps since.
         self._is_forced, self._was_drafted, self._is_clean, self._num_passed = False, False, True, 0
-        # Seconds of steps with drafts since the last one without; since the newest plan; and of
-        # the steps that `observe` has not counted.
+        # Seconds of drafted steps since the last plain one; of all steps since the newest plan; and
+        # of plain ones that `observe` has yet to count.
         self._since_plain = self._unplanned = self._passed = 0.0
 
     def draft_everything(self) -> None:
@@ -163,12 +163,12 @@ class Controller:
             is_new = self.is_padded or not costs.is_known
             least = self._config.margin if is_new else 1 + 1 / self._config.prior_outcomes
             advantage = max(best.rate * self._bank.step / batch, least)
-            if not is_spared and not self._must_check(advantage):
+            if not is_spared and not self._plain_is_due(advantage):
                 nodes, rows = best.nodes, best.rows
             self._hold(best.nodes, advantage, may_try)
         if any(asked.values()):
             self._hold(limits, self._asking.advantage, may_try)
-            if not self._must_check(self._asking.advantage):
+            if not self._plain_is_due(self._asking.advantage):
                 trio = zip(candidates, limits, nodes, strict=True)
                 nodes = [most if asked.get(one.history.chosen) else num for one, most, num in trio]
         return Plan(nodes, costs.table.bucket(batch, max(rows, 1 + max(nodes))), beside)
@@ -185,7 +185,7 @@ class Controller:
         if [one.history for one in candidates] != [one.history for one in self._candidates]:
             return None
         nodes, advantage = self._held
-        if self._must_check(advantage):
+        if self._plain_is_due(advantage):
             return Plan([0] * len(nodes), 1)
         nodes = [min(num, one.limits[0]) for one, num in zip(candidates, nodes, strict=True)]
         return Plan(nodes, costs.table.bucket(len(nodes), 1 + max(nodes)))
@@ -254,7 +254,7 @@ class Controller:
 
     # Trials and checks.
 
-    def _must_check(self, advantage: float) -> bool:
+    def _plain_is_due(self, advantage: float) -> bool:
         """Returns whether a plain step is due, to measure its present time; `advantage` is how many
         times as many tokens drafted steps bring.
         """

@@ -31,12 +31,13 @@ class CostModel:
     ) -> None:
         self.table, self.context = table, 0
         self._config, self._per_token = config, per_token
-        # Log slowdown against the table: running mean of all steps, and the newest steps' own. The
-        # mean follows a slower machine soon, the median of the newest ignores hiccups.
+        # Slowdowns are logarithms. Against the table: running mean of all steps, and the newest
+        # steps' own. The mean follows a slower machine soon, the median of the newest ignores
+        # hiccups.
         self._level, self._newest = 0.0, deque([0.0], maxlen=config.near_steps)
-        self._more = 0.0  # log of how much slower steps with drafts got than plain ones
-        self._offs: list[float | None] = [None, None]  # by kind: log slowdown of the newest steps
-        self._log: deque[float] = deque(maxlen=int(config.seen_enough))
+        self._verify_slowdown = 0.0  # how much slower steps with drafts got than plain ones
+        self._slowdowns: list[float | None] = [None, None]  # by kind, of the newest steps
+        self._comparisons: deque[float] = deque(maxlen=int(config.seen_enough))
         self._kind, self._has_switched, self._aged, self._num_waits = PLAIN, False, 0.0, 0
         # Newest waits by (sequences, levels), of each draft and whether it follows on the device.
         self._drafts: dict[tuple[int, bool], dict[tuple[int, int], deque[float]]] = {}
@@ -48,12 +49,12 @@ class CostModel:
     def target(self, batch: int, rows: int) -> float:
         """Returns the seconds of the target's part of a step."""
         kind = self._kind_of(batch, rows)
-        return math.exp(self._more * kind) * self._bare(batch, rows)
+        return math.exp(self._verify_slowdown * kind) * self._bare(batch, rows)
 
     def targets(self, batch: int, rows: Array) -> Array:
         """Returns the seconds of the target's part for several numbers of rows, all with drafts."""
         bare = self.table.many(batch, rows) + self._per_token * self.context
-        return math.exp(self._more) * bare
+        return math.exp(self._verify_slowdown) * bare
 
     def draft(self, draft: int, sequences: int, levels: int, is_ahead: bool = False) -> float:
         """Returns the seconds that a step waits for a draft.
@@ -89,14 +90,14 @@ class CostModel:
         """Whether it is known how steps with and without drafts compare: on a GPU from the start,
         since captured steps take what they took when they were measured.
         """
-        return self.table.is_padded or len(self._log) >= self._config.near_steps
+        return self.table.is_padded or len(self._comparisons) >= self._config.near_steps
 
     @property
     def check_share(self) -> float:
         """Share of drafting's time for plain steps that measure their own time: half of what trials
         may cost, or all while little is known.
         """
-        is_new = not self.table.is_padded and len(self._log) < self._config.seen_enough
+        is_new = not self.table.is_padded and len(self._comparisons) < self._config.seen_enough
         return self._config.bank_share / (2 - is_new)
 
     def observe(self, batch: int, rows: int, seconds: float, is_clean: bool = True) -> None:
@@ -113,18 +114,18 @@ class CostModel:
         if not is_clean:
             return
         off = math.log(max(seconds / self._bare(batch, rows), 1e-3))
-        own, before = self._offs[kind], self._offs[1 - kind]
+        own, before = self._slowdowns[kind], self._slowdowns[1 - kind]
         # The first step after a switch of kinds is compared with those before it, since conditions
         # are the same. With later ones, a hiccup of one step would count many times.
         if self._has_switched and before is not None:
-            self._log.append(off - before if kind == VERIFY else before - off)
-            share = 1 / (1 + (config.prior_outcomes / len(self._log)) ** 2)
-            self._more = share * statistics.median(self._log)
+            self._comparisons.append(off - before if kind == VERIFY else before - off)
+            share = 1 / (1 + (config.prior_outcomes / len(self._comparisons)) ** 2)
+            self._verify_slowdown = share * statistics.median(self._comparisons)
         if own is None or self._has_switched:
             own = off
         self._has_switched = False
-        self._offs[kind] = own + (off - own) * config.newest_share
-        self._newest.append(off - self._more * kind)
+        self._slowdowns[kind] = own + (off - own) * config.newest_share
+        self._newest.append(off - self._verify_slowdown * kind)
         self._level += max(min(self._newest[-1] - self._level, 0.5), -0.5) * config.newest_share
 
     def reading(self, tokens: float) -> float:
