@@ -84,7 +84,7 @@ class Acceptance:
     def __init__(
         self, bins: SizeBins, config: ControllerConfig = DEFAULT, own_prior: float = 0
     ) -> None:
-        self.bins, self._config = bins, config
+        self.bins, self._config, self._doubt = bins, config, Doubt(config)
         self._own_prior = own_prior or config.prior_outcomes
         num_pools, size = 2 * (MOST_CONFIDENCE + 1), len(bins)
         # Accepted nodes, and what they count against, which are accepted nodes of the bin before
@@ -93,7 +93,6 @@ class Acceptance:
         self._free = list(range(63, NOTHING, -1))
         # Outcomes to count: track, pool, number of bins told of, and accepted nodes by bin.
         self._pending: list[tuple[int, int, int, list[int]]] = []
-        self._doubt = Doubt(config)
         # Difference between recent accepted nodes and their expectation, and its variance; and
         # seconds since evidence was last reduced.
         self._surplus = self._variance = self._unaged = 0.0

@@ -83,7 +83,7 @@ class Asking:
             pairs = zip(candidates, limits, strict=True)
             own = [one.history for one, limit in pairs if limit and one.history.chosen == number]
             if kind.is_asked_first and own:
-                cost = self._costs.draft(number, len(own), 1) * batch / bank.step
+                cost = self._costs.draft(number, len(own), 1) * batch / bank.plain_seconds
                 worth = sum(self.each[number].worth(own, bank.has_any))
                 margin = 1.0 if is_drafting[number] else self._config.margin
                 asked[number] = bank.is_full or worth > margin * cost

@@ -12,15 +12,15 @@ class Bank:
 
     Args:
         config: Numbers of the policy.
-        step: Seconds of a plain step.
+        plain_seconds: Seconds of a plain step.
 
     Attributes:
-        step: Seconds of a plain step of the current batch.
+        plain_seconds: Seconds of a plain step of the current batch.
         is_suspended: Whether trials are suspended.
     """
 
-    def __init__(self, config: ControllerConfig, step: float) -> None:
-        self.step, self.is_suspended = step, False
+    def __init__(self, config: ControllerConfig, plain_seconds: float) -> None:
+        self.plain_seconds, self.is_suspended = plain_seconds, False
         self._config, self._steps, self._credit = config, config.bank_steps, 2 * config.bank_steps
 
     @property
@@ -35,15 +35,15 @@ class Bank:
 
     def affords(self, loss: float) -> bool:
         """Returns whether the bank holds `loss` seconds, or is full."""
-        return self.is_full or self._steps * self.step >= loss
+        return self.is_full or self._steps * self.plain_seconds >= loss
 
-    def look(self, step: float) -> None:
+    def set_plain_seconds(self, seconds: float) -> None:
         """Sets the seconds of a plain step, before each plan.
 
         Ends a suspension once the bank holds a step again.
         """
-        self.step = step
-        self.is_suspended &= not self.affords(step)
+        self.plain_seconds = seconds
+        self.is_suspended &= not self.affords(seconds)
 
     def lend(self, is_known: bool) -> None:
         """Adds a credit once, beyond the bank's capacity, so that the first trials are not cut off
@@ -52,7 +52,7 @@ class Bank:
         self._steps, self._credit = self._steps + self._credit, 0.0
         self._steps = min(self._steps, self._config.bank_steps if is_known else self._steps)
 
-    def drafted(self, cost: float, tokens_worth: float, is_first: bool) -> None:
+    def record_drafted(self, cost: float, tokens_worth: float, is_first: bool) -> None:
         """Records a drafted step.
 
         Args:
@@ -64,7 +64,7 @@ class Bank:
         loss = cost - tokens_worth - self._config.bank_share * cost
         self.pay(loss, self._config.seen_enough * is_first)
 
-    def plain(self, cost: float, beyond: float = 0.0) -> None:
+    def record_plain(self, cost: float, beyond: float = 0.0) -> None:
         """Records a plain step.
 
         Args:
@@ -78,5 +78,5 @@ class Bank:
         or a usual bank's. It owes a step at most.
         """
         most = max(most, self._config.bank_steps, self._steps)
-        self._steps = max(min(self._steps - seconds / self.step, most), -1.0)
+        self._steps = max(min(self._steps - seconds / self.plain_seconds, most), -1.0)
         self.is_suspended |= self._steps <= 0 < seconds

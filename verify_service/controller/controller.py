@@ -139,7 +139,7 @@ class Controller:
         for acceptance, kind in zip(self._acceptance, self.drafts, strict=True):
             if not kind.is_asked_first:
                 acceptance.learn()
-        self._bank.look(costs.plain(batch))
+        self._bank.set_plain_seconds(costs.plain(batch))
         if len(self.drafts) > 1:
             self._goodput.assign(candidates, float(self._bank.has_any))
         limits = self._limits(candidates)
@@ -156,13 +156,13 @@ class Controller:
             beside |= self._trials.others(candidates)
         nodes, rows = [0] * batch, 1
         if best is not None:
-            more = costs.target(batch, best.rows) - self._bank.step
+            more = costs.target(batch, best.rows) - self._bank.plain_seconds
             worth = best.added / best.rate
             is_spared = not is_ahead and self._switching.spares(worth, more, not may_try)
             # Doubted more once it is known how steps compare, so that plain ones become rare.
             is_new = self.is_padded or not costs.is_known
             least = self._config.margin if is_new else 1 + 1 / self._config.prior_outcomes
-            advantage = max(best.rate * self._bank.step / batch, least)
+            advantage = max(best.rate * self._bank.plain_seconds / batch, least)
             if not is_spared and not self._plain_is_due(advantage):
                 nodes, rows = best.nodes, best.rows
             self._hold(best.nodes, advantage, may_try)
@@ -223,19 +223,19 @@ class Controller:
                 bank.lend(is_known)
             # Who leaves must read much to come back.
             stays = config.margin**-2 if is_known else 1.0
-            least = (config.margin if is_start else stays) * len(candidates) / bank.step
+            least = (config.margin if is_start else stays) * len(candidates) / bank.plain_seconds
             if bank.is_full and not (is_known or are_beside):
                 # A full bank earns nothing more: it pays for a trial that seems to lose little, and
                 # for the first one in any case.
                 least *= (evidence > 0) / (1 + is_start / config.prior_outcomes)
             pays = best.rate > least and (bank.has_any or is_known)
-            is_frequent = self._switching.prompt_rate * bank.step > config.busy_share
+            is_frequent = self._switching.prompt_rate * bank.plain_seconds > config.busy_share
             self.keeps_states = not (is_start and not pays and is_frequent)
             reading = costs.reading(max(self.unread(candidates, best.nodes)))
             if is_start and bank.has_any and (are_beside or not bank.affords(reading)):
                 # Trials run beside steps, or the bank cannot pay for the tokens that drafts read
                 # first, so drafting begins only when it surely pays.
-                is_open = pays or bank.affords(bank.step / 2)  # what a trial may lose
+                is_open = pays or bank.affords(bank.plain_seconds / 2)  # what a trial may lose
                 best = self._goodput.best(candidates, limits, config.sure, self._was_drafted)
                 pays = best is not None and best.rate > least
                 # A step without a trial is timed between two trials, as a measure of their cost.
@@ -260,8 +260,9 @@ class Controller:
         """
         if self._costs is None or not self._was_drafted:
             return False
-        cost = max(advantage, self._config.margin) * self._bank.step - self._bank.step
-        cost += self._switching.switch_seconds if self._switching.follows else 0.0
+        plain, switching = self._bank.plain_seconds, self._switching
+        cost = max(advantage, self._config.margin) * plain - plain
+        cost += switching.switch_seconds if switching.follows else 0.0
         return self._since_plain * self._costs.check_share > cost
 
     def unread(self, candidates: Candidates, nodes: Sequence[int]) -> list[int]:
@@ -345,7 +346,7 @@ class Controller:
         else:
             self._is_clean = True  # frequent prompts hide what trials cost
             self._switching.age_prompts(seconds)
-            self._bank.plain(seconds)
+            self._bank.record_plain(seconds)
         self._unplanned += seconds
         return True
 
@@ -369,13 +370,13 @@ class Controller:
             self._since_plain += cost
             if not self._is_forced:
                 is_first = all(self.drafts[n].is_asked_first for n, _ in wait.parts or [(0, wait)])
-                bank.drafted(cost + costs.reading(wait.unread), worth, is_first)
+                bank.record_drafted(cost + costs.reading(wait.unread), worth, is_first)
         else:
             self._since_plain = 0.0
             # A trial runs beside the step and slows it.
             beyond = any(self.has_trial) * costs.beyond(batch, step.rows, step.seconds + wait.lead)
-            bank.plain(cost + passed, beyond)
-            switching.age_waits(cost, bank.step)
+            bank.record_plain(cost + passed, beyond)
+            switching.age_waits(cost, bank.plain_seconds)
         for acceptance, asking in zip(self._acceptance, self._asking.each, strict=True):
             acceptance.pass_time(cost + passed, (cost + passed) / plain)
             asking.pass_time(cost + passed)

@@ -123,17 +123,17 @@ class Switching:
             self._loss_so_far += lead
             self._leads[wait.levels > 0] += (lead - known) * self._config.newest_share
 
-    def age_waits(self, seconds: float, step: float) -> None:
+    def age_waits(self, seconds: float, plain_seconds: float) -> None:
         """Lets unusually long waits for drafts age while nothing is drafted.
 
         Args:
             seconds: Seconds that have passed.
-            step: Seconds of a plain step now.
+            plain_seconds: Seconds of a plain step now.
         """
-        usual = self._leads[0] + self._config.switch_steps * step
+        usual = self._leads[0] + self._config.switch_steps * plain_seconds
         share = min(seconds / self._config.forget_seconds, 1.0)
         self._leads[1] -= share * max(self._leads[1] - usual, 0.0)
-        self._prompt_loss -= share * max(self._prompt_loss - self._leads[0] - step, 0.0)
+        self._prompt_loss -= share * max(self._prompt_loss - self._leads[0] - plain_seconds, 0.0)
 
     def age_prompts(self, seconds: float) -> None:
         """Lets the rate of steps with prompts age by `seconds`."""

@@ -71,7 +71,7 @@ class Trials:
         num_tokens = 0
         for behind, i in order[: self.config.tried_sequences]:
             num_tokens += behind
-            if found and self.costs.reading(num_tokens) > self.bank.step:
+            if found and self.costs.reading(num_tokens) > self.bank.plain_seconds:
                 break
             found.append(i)
         return found

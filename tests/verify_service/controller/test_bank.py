@@ -14,12 +14,12 @@ def test_a_bank_that_is_empty_pays_for_no_optimism_until_it_holds_what_a_step_ma
     assert bank.is_full
     bank.pay(3.9 * STEP)
     assert bank.has_any
-    bank.drafted(2 * STEP, STEP, False)  # nothing was right
+    bank.record_drafted(2 * STEP, STEP, False)  # nothing was right
     assert not bank.has_any
     count = 0
     while not bank.has_any and count < 400:
-        bank.plain(STEP)
-        bank.look(STEP)
+        bank.record_plain(STEP)
+        bank.set_plain_seconds(STEP)
         count += 1
     # 0.88 steps are missing, and a step may lose one: a hundredth of a step comes with each.
     assert count == pytest.approx(100 * (0.88 + 1.0), abs=2)
@@ -30,12 +30,12 @@ def test_a_bank_owes_a_step_at_most() -> None:
     bank.pay(30 * STEP)
     assert bank.is_suspended
     for _ in range(198):
-        bank.plain(STEP)
-        bank.look(STEP)
+        bank.record_plain(STEP)
+        bank.set_plain_seconds(STEP)
     assert bank.is_suspended  # it owed a step, and must hold one
     for _ in range(4):
-        bank.plain(STEP)
-        bank.look(STEP)
+        bank.record_plain(STEP)
+        bank.set_plain_seconds(STEP)
     assert bank.has_any
 
 
@@ -45,7 +45,7 @@ def test_a_credit_pays_for_the_first_trials_once() -> None:
     bank.pay(11.9 * STEP)  # a full bank and twice as much on credit
     assert bank.has_any
     for _ in range(10000):
-        bank.plain(STEP)
+        bank.record_plain(STEP)
     bank.lend(False)
     assert bank.affords(3.9 * STEP)
     bank.pay(STEP)
@@ -65,7 +65,7 @@ def test_a_credit_ends_once_it_is_known_what_drafts_bring() -> None:
 def test_it_holds_steps_of_as_many_sequences_as_there_are() -> None:
     bank = Bank(CONFIG, STEP)
     bank.pay(2 * STEP)
-    bank.look(5 * STEP)
+    bank.set_plain_seconds(5 * STEP)
     assert bank.affords(9.9 * STEP)
     assert not bank.affords(10.1 * STEP)
 
@@ -74,9 +74,9 @@ def test_gains_of_a_draft_that_is_asked_first_pay_for_many_proposals_that_bring_
     for is_first in (False, True):
         bank = Bank(CONFIG, STEP)
         for _ in range(5):
-            bank.drafted(STEP, 9 * STEP, is_first)  # eight tokens more than a plain step's
+            bank.record_drafted(STEP, 9 * STEP, is_first)  # eight tokens more than a plain step's
         for _ in range(30):
-            bank.drafted(1.3 * STEP, STEP, is_first)
+            bank.record_drafted(1.3 * STEP, STEP, is_first)
         assert bank.has_any is is_first
-        bank.plain(STEP)  # what plain steps add does not count beyond a full bank
+        bank.record_plain(STEP)  # what plain steps add does not count beyond a full bank
         assert not bank.is_full or is_first
