@@ -28,14 +28,14 @@ class Doubt:
     def record(self, right: float, wrong: float, expected: float) -> None:
         """Records the outcomes of a step, and how many were expected to be right."""
         self._newest.append((right, wrong, expected))
-        # Looks for the step since which a change explains most.
-        most, right, wrong, mean = -inf, 0.0, 0.0, 0.0
+        # Looks for the step since which a change explains most, by the sums since each step.
+        most, hits, misses, likely = -inf, 0.0, 0.0, 0.0
         for step in reversed(self._newest):
-            right, wrong, mean = right + step[0], wrong + step[1], mean + step[2]
-            known = min(max(mean / max(right + wrong, 1.0), 0.01), 0.99)
+            hits, misses, likely = hits + step[0], misses + step[1], likely + step[2]
+            known = min(max(likely / max(hits + misses, 1.0), 0.01), 0.99)
             # Logs of the outcomes' likelihoods: with any chance, all equally likely, and as known.
-            changed = lgamma(right + 1) + lgamma(wrong + 1) - lgamma(right + wrong + 2)
-            same = right * log(known) + wrong * log(1 - known)
+            changed = lgamma(hits + 1) + lgamma(misses + 1) - lgamma(hits + misses + 2)
+            same = hits * log(known) + misses * log(1 - known)
             if changed - same > most:
-                most, self.chance = changed - same, (right + 1) / (right + wrong + 2)
+                most, self.chance = changed - same, (hits + 1) / (hits + misses + 2)
         self.odds = exp(min(most, 50.0)) / self._config.pool_memory
