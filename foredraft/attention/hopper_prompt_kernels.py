@@ -106,7 +106,7 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _soften(scores, start, best, newest, whole_end, scale, keys, DTYPE: gl.constexpr):
+def soften(scores, start, best, newest, whole_end, scale, keys, DTYPE: gl.constexpr):
     """Returns the largest score, the factor of what was summed before, and the tile's weights.
 
     Tiles before `whole_end` have no key that a row does not see.
@@ -189,7 +189,7 @@ def _compute(
             k = k_shared.index(stage).permute([1, 0])
             scores = warpgroup_mma(q_shared, k, no_scores, use_acc=False)
             mbarrier.arrive(k_free.index(stage), count=1)
-            best, shrink, weights = _soften(scores, 0, best, newest, whole_end, scale, keys, DTYPE)
+            best, shrink, weights = soften(scores, 0, best, newest, whole_end, scale, keys, DTYPE)
             goes_on = num_tiles < 0  # whether a tile's sums are added to those of its segment
             for tile in range(0, num_tiles - 1):
                 stage, phase = (count + tile) % STAGES, ((count + tile) // STAGES) & 1
@@ -213,7 +213,7 @@ def _compute(
                 starts = _is_start(after * TILE, NEAR, SMALL, LARGE)
                 segment_best = best
                 best = gl.where(starts, none, best)
-                best, next_shrink, next_weights = _soften(
+                best, next_shrink, next_weights = soften(
                     scores, after * TILE, best, newest, whole_end, scale, keys, DTYPE
                 )
                 acc, sums, operand = warpgroup_mma_wait(0, deps=[acc, sums, operand])

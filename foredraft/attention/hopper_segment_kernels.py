@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from foredraft.attention.hopper_prompt_kernels import soften
 from foredraft.attention.segment_list_kernels import FIELDS
 
 _FIELDS = gl.constexpr(FIELDS)
@@ -115,23 +116,6 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _soften(
-    scores, start, best, newest, whole_end, scale, keys, TILE: gl.constexpr, DTYPE: gl.constexpr
-):
-    """Returns the largest score, the factor of what was summed before, and the tile's weights.
-
-    Keys before `whole_end` are seen by every row.
-    """
-    if start + TILE > whole_end:
-        scores = gl.where((start + keys)[None, :] <= newest[:, None], scores, float("-inf"))
-    new_best = gl.maximum(best, gl.max(scores, 1) * scale)
-    base = gl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = gl.exp2(gl.fma(scores, scale, -base[:, None])).to(DTYPE)
-    shrink = gl.exp2(best - base)
-    return new_best, shrink, weights
-
-
-@gluon.jit
 def _add_tiles(
     q_ptr, part_acc, part_best, part_total, k_shared, v_shared, ones, k_ready, k_free, v_ready, v_free, records,
     num_records, scale, q_row_stride, q_head_stride, num_parts,
@@ -180,7 +164,7 @@ def _add_tiles(
         )  # fmt: skip
         q = gl.convert_layout(q, OF_SCORES)
         newest = prefix_len + (PART * LINES + gl.arange(0, LINES, layout=ROW)) // GROUP
-        whole_end = gl.minimum(prefix_len + 1, end)
+        whole_end = gl.minimum(prefix_len + 1, end) // TILE * TILE
         total = gl.zeros([LINES], gl.float32, layout=ROW)
         acc = gl.zeros([LINES, HEAD_DIM], gl.float32, layout=ACC)
         stage, phase = count % STAGES, (count // STAGES) & 1
@@ -188,9 +172,7 @@ def _add_tiles(
         k = k_shared.index(stage).permute([1, 0])
         scores = warpgroup_mma(q, k, no_scores, use_acc=False)
         mbarrier.arrive(k_free.index(stage), count=1)
-        best, shrink, weights = _soften(
-            scores, begin, none, newest, whole_end, scale, keys, TILE, DTYPE
-        )
+        best, shrink, weights = soften(scores, begin, none, newest, whole_end, scale, keys, DTYPE)
         for tile in range(num_tiles - 1):
             stage, phase = count % STAGES, (count // STAGES) & 1
             count += 1
@@ -206,8 +188,8 @@ def _add_tiles(
             )  # fmt: skip
             scores, acc, sums, operand = warpgroup_mma_wait(2, deps=[scores, acc, sums, operand])
             mbarrier.arrive(k_free.index(next_stage), count=1)
-            best, next_shrink, weights = _soften(
-                scores, begin + (tile + 1) * TILE, best, newest, whole_end, scale, keys, TILE, DTYPE
+            best, next_shrink, weights = soften(
+                scores, begin + (tile + 1) * TILE, best, newest, whole_end, scale, keys, DTYPE
             )
             acc, sums, operand = warpgroup_mma_wait(0, deps=[acc, sums, operand])
             mbarrier.arrive(v_free.index(stage), count=1)
@@ -256,7 +238,8 @@ _UNSPECIALIZED = (
 
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def attend_segments(
-    q_ptr, k_desc, v_desc, part_acc, part_best, part_total, tables, records, num_records, scale, q_row_stride, q_head_stride, num_slots, table_stride, num_parts,
+    q_ptr, k_desc, v_desc, part_acc, part_best, part_total, tables, records, num_records, scale, q_row_stride,
+    q_head_stride, num_slots, table_stride, num_parts,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, PARTS: gl.constexpr,
     TILE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip

@@ -27,11 +27,13 @@ _MOST_LINES = 2 * _LINES
 _DTYPE = torch.bfloat16
 _HEAD_DIMS = (64, 128)
 _PAGE_SIZE = 16
-# By the groups of warps of a program: number of tiles of keys, and of values, in shared memory;
-# registers of a thread, so that two programs of one group fit a unit; maximum number of programs per
-# unit, of which those that do not fit yet take what is left: segments differ in size.
+# All of these by the number of a program's groups of warps. Tiles of keys, and of values, in shared
+# memory:
 _STAGES = {1: 2, 2: 4}
+# Registers of a thread. Two programs of one group fit a unit with so few.
 _REGISTERS = {1: 128, 2: None}
+# Maximum number of programs per unit. Segments differ in size, so a unit that is done with short
+# ones starts a further program.
 _PROGRAMS_PER_UNIT = {1: 4, 2: 1}
 _LISTING_PROGRAMS = 32
 
