@@ -13,9 +13,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from foredraft.api.verify.v1 import verify_pb2, verify_pb2_grpc
-from foredraft.errors import ConfigError, ForedraftError, Overloaded, Unavailable
+from foredraft.errors import ForedraftError, Overloaded, Unavailable
 from foredraft.rpc.channel import aio_channel
-from foredraft.rpc.tls import Identity
+from foredraft.rpc.tls import Follower, Identity
 from gateway.errors import RequestTimeout, SlowClient
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,11 @@ class VerifierConnection:
         self._accept = accept
         self._on_change = on_change
         self._identity = identity
-        self._open_channel()
+        self._follower: Follower | None = None
+        if identity is not None:
+            what = "certificate for the verifier"
+            self._follower = Follower(identity, "--service-tls-*", what)
+        self._use(self._make_channel())
         self._live: dict[int, Ticket] = {}
         self._outbox: asyncio.Queue[verify_pb2.RunRequest] = asyncio.Queue()
         self._next_number = 0
@@ -211,32 +215,23 @@ class VerifierConnection:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    def _open_channel(self) -> None:
-        version = self._identity and self._identity.version()
-        self._channel = aio_channel(self.target, identity=self._identity)
-        self._stub = verify_pb2_grpc.VerifyServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._version = self._seen = version
+    def _use(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._stub = verify_pb2_grpc.VerifyServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+
+    def _make_channel(self) -> grpc.aio.Channel:
+        return aio_channel(self.target, identity=self._identity)
 
     async def _follow_certificate(self) -> None:
-        """Makes a new channel if the certificate has changed: a channel reads it once.
-
-        Files that do not fit together change nothing, which is logged once.
-        """
-        if self._identity is None:
+        """Makes a new channel if the certificate has changed: a channel reads it once."""
+        if self._follower is None:
             return
-        version = self._identity.version()
-        if version in (None, self._version, self._seen):
-            return
-        self._seen = version
-        try:
-            self._identity.check("--service-tls-*")
-        except ConfigError as error:
-            logger.error("the certificate for the verifier stays as it was: %s", error)
-            return
-        old = self._channel
-        self._open_channel()
-        await old.close()
+        channel = self._follower.changed(self._make_channel)
+        if channel is not None:
+            old = self._channel
+            self._use(channel)
+            await old.close()
 
     async def _run(self) -> None:
         backoff = MIN_BACKOFF

@@ -5,8 +5,10 @@ Says nothing about who may do what.
 
 import logging
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 
@@ -16,7 +18,8 @@ from foredraft.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Version = tuple[tuple[int, int, int], ...]
+T = TypeVar("T")
+_Version = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Identity:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{flags} {self.authorities}: {error}") from None
 
-    def version(self) -> Version | None:
+    def version(self) -> _Version | None:
         """Returns a value that changes when one of the files does; None while one is gone."""
         files = [Path(file) for file in (self.certificate, self.key, self.authorities) if file]
         try:
@@ -85,10 +88,17 @@ class Identity:
 
         Changes of the files take effect without a restart.
         """
-        follower = _Follower(self)
+        follower = Follower(self, "TLS")
         return grpc.dynamic_ssl_server_credentials(
-            follower.configuration, follower.fetch, bool(self.authorities)
+            self._server_configuration(),
+            lambda: follower.changed(self._server_configuration),  # before every handshake
+            bool(self.authorities),
         )
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        chain = [(Path(self.key).read_bytes(), Path(self.certificate).read_bytes())]
+        authorities = Path(self.authorities).read_bytes() if self.authorities else None
+        return grpc.ssl_server_certificate_configuration(chain, authorities)
 
 
 def service_identity(config: ServiceTlsConfig) -> Identity | None:
@@ -134,34 +144,40 @@ def _mismatch(error: Exception) -> str:
     return text
 
 
-class _Follower:
-    """Gives gRPC the certificate again when its files have changed; gRPC asks before every
-    handshake.
+class Follower:
+    """Reads the files of an identity again when they have changed.
+
+    Args:
+        identity: The files; they have been read, or will be right away.
+        flags: Flags that a message about the files names.
+        what: Name of the certificate in the log.
     """
 
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
+    def __init__(self, identity: Identity, flags: str, what: str = "TLS certificate") -> None:
+        self._identity, self._flags, self._what = identity, flags, what
         self._version = identity.version()
-        self.configuration = self._read()
+        self._told: tuple[_Version | None, str] | None = None  # the failure that the log has
 
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the certificate to show from now on; None keeps the previous one."""
+    def changed(self, read: Callable[[], T]) -> T | None:
+        """Returns what `read` makes of changed files; None while they are as they were.
+
+        Files that do not fit together, or change meanwhile, are as they were. They are read again
+        every time, and a failure is logged once.
+        """
         version = self._identity.version()
         if version == self._version:
+            self._told = None
             return None
-        self._version = version
         try:
             # A certificate may have been replaced, and its key not yet.
-            self._identity.check("TLS")
-            configuration = self._read()
+            self._identity.check(self._flags)
+            made = read()
         except (ConfigError, OSError) as error:
-            logger.error("the TLS certificate stays as it was: %s", error)
+            failure = version, str(error)
+            if failure != self._told:
+                logger.error("the %s stays as it was: %s", self._what, error)
+            self._told = failure
             return None
-        logger.info("read the TLS certificate %s again", self._identity.certificate)
-        return configuration
-
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        identity = self._identity
-        chain = [(Path(identity.key).read_bytes(), Path(identity.certificate).read_bytes())]
-        authorities = Path(identity.authorities).read_bytes() if identity.authorities else None
-        return grpc.ssl_server_certificate_configuration(chain, authorities)
+        self._version, self._told = version, None
+        logger.info("read the %s %s again", self._what, self._identity.certificate)
+        return made

@@ -178,17 +178,23 @@ def test_killing_ends_a_stop_that_waits(make: Callable[..., Service]) -> None:
     assert not stopping.is_alive()
 
 
-def test_what_a_child_started_goes_with_it(make: Callable[..., Service]) -> None:
+@pytest.fixture
+def orphan(make: Callable[..., Service]) -> Iterator[tuple[Supervisor, int]]:
+    """A supervised draft, and a process that it has started and does not end."""
     lines: list[str] = []
     with Supervisor(
         [make("draft", "--orphan")], on_line=lambda name, line: lines.append(line)
     ) as supervisor:
         supervisor.wait_healthy(120)
         found = eventually(lambda: [line for line in lines if line.startswith("orphan")])
-        orphan = int(found[0].split()[1])
-        assert is_alive(orphan)
-        os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
-        eventually(lambda: not is_alive(orphan))
+        yield supervisor, int(found[0].split()[1])
+
+
+def test_what_a_child_started_goes_with_it(orphan: tuple[Supervisor, int]) -> None:
+    supervisor, pid = orphan
+    assert is_alive(pid)
+    os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
+    eventually(lambda: not is_alive(pid))
 
 
 @pytest.fixture
@@ -201,16 +207,11 @@ def adopting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("adopting")
-def test_adopted_orphans_are_reaped(make: Callable[..., Service]) -> None:
-    lines: list[str] = []
-    with Supervisor(
-        [make("draft", "--orphan")], on_line=lambda name, line: lines.append(line)
-    ) as supervisor:
-        supervisor.wait_healthy(120)
-        found = eventually(lambda: [line for line in lines if line.startswith("orphan")])
-        os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
-        eventually(lambda: supervisor.states()[0].num_restarts == 1)
-        assert not Path("/proc", found[0].split()[1]).exists()
+def test_adopted_orphans_are_reaped(orphan: tuple[Supervisor, int]) -> None:
+    supervisor, pid = orphan
+    os.kill(pid_of(supervisor, "draft"), signal.SIGKILL)
+    eventually(lambda: supervisor.states()[0].num_restarts == 1)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_nothing_survives_a_killed_supervisor(make: Callable[..., Service], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def serial(server: ssl.SSLContext, trusted: Path, own: Certificate | None = None
 
 @dataclass(frozen=True)
 class Rotated(Identity):
-    """Files of which the key is replaced right after a check."""
+    """An identity whose key file is replaced right after it was checked."""
 
     next_key: str = ""
 
